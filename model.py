@@ -1,0 +1,783 @@
+"""A transformer in one file: backend, checkpoint folder, families, KV cache, forward pass.
+
+    target = load("weights/smollm2-135m-instruct")
+    cache = target.new_cache(capacity=64)
+    logits = target([1, 504, 3575], cache, rows=1)     # feeds 3 tokens, [1, V]
+    logits = target([1, 504, 3575, 314], cache, rows=1)  # feeds only the fourth
+
+Read it from the bottom: `Model.__call__` is one pass, the two block functions are the layers,
+`FAMILIES` says where a new kind of model goes.
+
+Shape letters: T new tokens in this call, S tokens seen (cached + new), D width, H query heads,
+G key/value heads, C channels per head, F hidden width of the MLP, V vocabulary, L layers. There is
+no batch axis anywhere: one sequence. q, k, v are attention heads here; distributions live in
+minispec.py.
+
+What this file does not do: sampling, speculation, training, batches of sequences, quantization,
+sliding-window attention, mixtures of experts, and any rope type other than default, linear and
+llama3. What is not implemented is refused by name when the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# ---------------------------------------------------------------- backend
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where arrays live and how they are multiplied; the forward pass knows nothing else.
+
+    xp           a namespace with the functions of the Python array API standard
+    device       what xp's creation functions take as `device`
+    dtype        type of weights and activations, one of xp's
+    linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
+    to_numpy     array on the device -> NumPy array on the host
+    synchronize  returns once all queued work is done (clocks need it)
+    """
+
+    name: str
+    xp: Any
+    device: Any
+    dtype: Any
+    linear: Callable
+    to_numpy: Callable
+    synchronize: Callable
+
+
+def numpy_backend(dtype: str = "float32") -> Backend:
+    """NumPy on the CPU in "float32", or in "float64" for tests that compare to 1e-10."""
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f"the NumPy backend computes in float32 or float64, not {dtype}")
+    return Backend(
+        name="numpy",
+        xp=np,
+        device="cpu",
+        dtype=np.dtype(dtype),
+        linear=lambda x, W: np.matmul(x, W.T),
+        to_numpy=np.asarray,
+        synchronize=lambda: None,
+    )
+
+
+# ---------------------------------------------------------------- what a config.json says
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every number that the forward pass needs, under this file's own names.
+
+    `absent` lists the optional weights (keys of the family's table) that this checkpoint does not
+    have: biases, the norms of single heads, the head of a tied model. `inv_freq` [C / 2] holds the
+    rotary angle per position, and is empty where positions are learned.
+    """
+
+    layers: int  # L
+    width: int  # D
+    heads: int  # H
+    kv_heads: int  # G
+    head_dim: int  # C
+    hidden: int  # F
+    vocab: int  # V
+    context: int  # most tokens in one sequence
+    eps: float
+    inv_freq: tuple[float, ...]
+    absent: frozenset[str]
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "kv_heads", "head_dim", "hidden", "vocab"):
+            _check(_is_count(getattr(self, name)), f"{name} must be a positive integer", self)
+        _check(_is_count(self.context), "context must be a positive integer", self)
+        _check(
+            self.heads % self.kv_heads == 0,
+            f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
+            self,
+        )
+
+    def size(self, letters: str) -> int:
+        """The number behind the letters of a shape: products such as 'HC' or '3D' included.
+
+        >>> gpt2_config(dict(n_embd=12, n_head=3, n_layer=1, vocab_size=7)).size("3D")
+        36
+        """
+        numbers = dict(
+            D=self.width, H=self.heads, G=self.kv_heads, C=self.head_dim, F=self.hidden,
+            V=self.vocab, P=self.context,
+        )  # fmt: skip
+        return math.prod(int(c) if c.isdigit() else numbers[c] for c in letters)
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n > 0
+
+
+def _check(holds: bool, rule: str, got: object):
+    if not holds:
+        raise ValueError(f"config.json: {rule}; got {got}")
+
+
+def _need(raw: dict, key: str):
+    if raw.get(key) is None:
+        raise ValueError(f"config.json has no {key!r}, which a {raw.get('model_type')} model needs")
+    return raw[key]
+
+
+def llama_config(raw: dict) -> Config:
+    """config.json of Llama and its relatives -> Config. An absent key and null mean the same."""
+    raw = {key: value for key, value in raw.items() if value is not None}
+    act, context = raw.get("hidden_act", "silu"), _need(raw, "max_position_embeddings")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    _check(act == "silu", "only hidden_act silu is implemented", act)
+    _check(
+        window is None or window >= context,
+        "sliding-window attention is not implemented",
+        f"a window of {window} tokens in a context of {context}",
+    )
+    width, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
+    head_dim = raw.get("head_dim") or (width // heads if _is_count(heads) else 0)
+    present = {
+        "head": not raw.get("tie_word_embeddings", False),
+        "qkv_bias": raw.get("qkv_bias", raw.get("attention_bias", False)),
+        "o_bias": raw.get("attention_bias", False),
+        "gate_up_bias": raw.get("mlp_bias", False),
+        "down_bias": raw.get("mlp_bias", False),
+        "q_norm": raw.get("qk_norm", False),
+        "k_norm": raw.get("qk_norm", False),
+    }
+    return Config(
+        layers=_need(raw, "num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads", heads),
+        head_dim=head_dim,
+        hidden=_need(raw, "intermediate_size"),
+        vocab=_need(raw, "vocab_size"),
+        context=context,
+        eps=raw.get("rms_norm_eps", 1e-6),
+        inv_freq=rope_frequencies(raw, head_dim),
+        absent=frozenset(name for name, there in present.items() if not there),
+    )
+
+
+def mistral_config(raw: dict) -> Config:
+    # A file that is silent about its sliding window means 4096; one that says null means none.
+    return llama_config({"sliding_window": 4096, **raw})
+
+
+def qwen2_config(raw: dict) -> Config:
+    # Biases on q, k, v and none on o, without a word in config.json; a window's size is always
+    # named there, whether it is in use or not.
+    always = {"qkv_bias": True, "attention_bias": False}
+    return llama_config({"use_sliding_window": False, **raw, **always})
+
+
+def qwen3_config(raw: dict) -> Config:
+    return llama_config({"use_sliding_window": False, "head_dim": 128, **raw, "qk_norm": True})
+
+
+def gpt2_config(raw: dict) -> Config:
+    """config.json of GPT-2 -> Config."""
+    raw = {key: value for key, value in raw.items() if value is not None}
+    act = raw.get("activation_function", "gelu_new")
+    _check(act in ("gelu_new", "gelu_pytorch_tanh"), "only gelu_new is implemented", act)
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        _check(not raw.get(key, False), f"{key} is not implemented", raw.get(key))
+    _check(raw.get("scale_attn_weights", True), "scale_attn_weights false is not implemented", raw)
+    width, heads = _need(raw, "n_embd"), _need(raw, "n_head")
+    return Config(
+        layers=_need(raw, "n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads if _is_count(heads) else 0,
+        hidden=raw.get("n_inner", 4 * width),
+        vocab=_need(raw, "vocab_size"),
+        context=raw.get("n_positions", raw.get("n_ctx", 1024)),
+        eps=raw.get("layer_norm_epsilon", 1e-5),
+        inv_freq=(),
+        absent=frozenset() if raw.get("tie_word_embeddings") is False else frozenset({"head"}),
+    )
+
+
+def rope_frequencies(raw: dict, head_dim: int) -> tuple[float, ...]:
+    """Rotary angle per position, [C / 2]: theta^(-2i/C), rescaled as the config.json asks.
+
+    "linear" divides every frequency by `factor`. "llama3" (Llama 3.1's long-context rule) leaves
+    the fast ones, divides the slow ones, and goes over smoothly between the two.
+
+    >>> rope_frequencies({"rope_theta": 100.0}, 4)
+    (1.0, 0.1)
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    _check(isinstance(rope, dict), "rope parameters must be an object", rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    even = _is_count(head_dim) and head_dim % 2 == 0
+    _check(even, "head_dim must be even and positive", head_dim)
+    _check(partial == 1.0, "partial_rotary_factor other than 1 is not implemented", partial)
+    known = kind in ("default", "linear", "llama3")
+    _check(known, "rope type must be default, linear or llama3", kind)
+    f = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
+    if kind == "linear":
+        f = f / _rope_number(rope, "factor")
+    if kind == "llama3":
+        low, high = _rope_number(rope, "low_freq_factor"), _rope_number(rope, "high_freq_factor")
+        turns = _rope_number(rope, "original_max_position_embeddings") * f / (2 * math.pi)
+        keep = np.clip((turns - low) / (high - low), 0, 1)
+        f = keep * f + (1 - keep) * f / _rope_number(rope, "factor")
+    return tuple(f.tolist())
+
+
+def _rope_number(rope: dict, key: str) -> float:
+    number = rope.get(key)
+    positive = isinstance(number, (int, float)) and number > 0
+    _check(positive, f"rope parameter {key} must be a number > 0", number)
+    return float(number)
+
+
+# ---------------------------------------------------------------- names of the weights in the files
+
+# One row: our name, the name in the file ({l} = layer; a prefix of PREFIXES may stand before it),
+# and the shape there. Rows of one name are joined along the first axis, so that q, k and v are one
+# product, gate and up another. "T" marks a matrix stored [in, out]; ours are all [out, in].
+PREFIXES = ("", "model.", "transformer.")
+
+LLAMA_WEIGHTS = (
+    ("embed", "embed_tokens.weight", "V D"),
+    ("attn_norm", "layers.{l}.input_layernorm.weight", "D"),
+    ("qkv", "layers.{l}.self_attn.q_proj.weight", "HC D"),
+    ("qkv", "layers.{l}.self_attn.k_proj.weight", "GC D"),
+    ("qkv", "layers.{l}.self_attn.v_proj.weight", "GC D"),
+    ("qkv_bias", "layers.{l}.self_attn.q_proj.bias", "HC"),
+    ("qkv_bias", "layers.{l}.self_attn.k_proj.bias", "GC"),
+    ("qkv_bias", "layers.{l}.self_attn.v_proj.bias", "GC"),
+    ("q_norm", "layers.{l}.self_attn.q_norm.weight", "C"),
+    ("k_norm", "layers.{l}.self_attn.k_norm.weight", "C"),
+    ("o", "layers.{l}.self_attn.o_proj.weight", "D HC"),
+    ("o_bias", "layers.{l}.self_attn.o_proj.bias", "D"),
+    ("mlp_norm", "layers.{l}.post_attention_layernorm.weight", "D"),
+    ("gate_up", "layers.{l}.mlp.gate_proj.weight", "F D"),
+    ("gate_up", "layers.{l}.mlp.up_proj.weight", "F D"),
+    ("gate_up_bias", "layers.{l}.mlp.gate_proj.bias", "F"),
+    ("gate_up_bias", "layers.{l}.mlp.up_proj.bias", "F"),
+    ("down", "layers.{l}.mlp.down_proj.weight", "D F"),
+    ("down_bias", "layers.{l}.mlp.down_proj.bias", "D"),
+    ("norm", "norm.weight", "D"),
+    ("head", "lm_head.weight", "V D"),
+)
+
+GPT2_WEIGHTS = (
+    ("embed", "wte.weight", "V D"),
+    ("positions", "wpe.weight", "P D"),
+    ("attn_norm", "h.{l}.ln_1.weight", "D"),
+    ("attn_norm_bias", "h.{l}.ln_1.bias", "D"),
+    ("qkv", "h.{l}.attn.c_attn.weight", "D 3D T"),
+    ("qkv_bias", "h.{l}.attn.c_attn.bias", "3D"),
+    ("o", "h.{l}.attn.c_proj.weight", "D D T"),
+    ("o_bias", "h.{l}.attn.c_proj.bias", "D"),
+    ("mlp_norm", "h.{l}.ln_2.weight", "D"),
+    ("mlp_norm_bias", "h.{l}.ln_2.bias", "D"),
+    ("up", "h.{l}.mlp.c_fc.weight", "D F T"),
+    ("up_bias", "h.{l}.mlp.c_fc.bias", "F"),
+    ("down", "h.{l}.mlp.c_proj.weight", "F D T"),
+    ("down_bias", "h.{l}.mlp.c_proj.bias", "D"),
+    ("norm", "ln_f.weight", "D"),
+    ("norm_bias", "ln_f.bias", "D"),
+    ("head", "lm_head.weight", "V D"),
+)
+
+
+# ---------------------------------------------------------------- reading a checkpoint folder
+
+BYTES_PER_NUMBER = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+LARGEST_HEADER = 100_000_000  # bytes; the limit of the format's own reader
+PIECE = 1 << 20  # numbers converted at a time
+
+
+class Stored(NamedTuple):
+    """Where one tensor lies: file, type ("F16"), shape, first byte."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; ValueError that names the file if it is not one."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}: not a checkpoint folder?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def safetensors_header(path: Path) -> dict[str, Stored]:
+    """The table of one .safetensors file: 8 bytes of header length, JSON header, data.
+
+    Read here and not through the safetensors package, because that maps the whole file into memory
+    (half of float32's size again at the peak) and has no bfloat16 for NumPy.
+
+    Raises ValueError for a file that is cut short, or whose header does not describe its data.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise ValueError(f"{path} is truncated or no safetensors file: fetch it again")
+        try:
+            header = json.loads(file.read(length))
+            entries = {key: e for key, e in header.items() if key != "__metadata__"}
+            return {key: _entry(path, e, 8 + length, size) for key, e in entries.items()}
+        except (AttributeError, LookupError, TypeError, RecursionError, ValueError):
+            raise ValueError(
+                f"{path} is truncated, or its header is damaged: fetch it again"
+            ) from None
+
+
+def _entry(path: Path, entry: dict, data: int, size: int) -> Stored:
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+        raise TypeError("sizes must be natural numbers")
+    if data + end > size:
+        raise ValueError("the data ends past the end of the file")
+    if dtype in BYTES_PER_NUMBER and end - start != math.prod(shape) * BYTES_PER_NUMBER[dtype]:
+        raise ValueError("the shape does not fit the number of bytes")
+    return Stored(path, dtype, shape, data + start)
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder: of model.safetensors, or of the shards that its index names."""
+    if (folder / "model.safetensors").is_file():
+        return safetensors_header(folder / "model.safetensors")
+    if not (folder / "model.safetensors.index.json").is_file():
+        raise FileNotFoundError(f"{folder} has no model.safetensors, the only format that is read")
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(n, str) for n in index.values()):
+        raise ValueError(f"{folder}/model.safetensors.index.json has no usable weight_map")
+    tensors = {}
+    for name in sorted(set(index.values())):
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise ValueError(f"{folder}: the index names {name!r}, no file of that folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing, though the index names it")
+        tensors |= safetensors_header(folder / name)
+    return tensors
+
+
+def read_into(tensor: Stored, out: np.ndarray):
+    """Fill `out` (the tensor's shape, any float type) from the file, a few rows at a time."""
+    out = out.reshape(1) if out.ndim == 0 else out
+    width = math.prod(out.shape[1:])
+    step = max(1, PIECE // max(1, width))
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        for a in range(0, out.shape[0], step):
+            rows = out[a : a + step]
+            data = file.read(rows.size * BYTES_PER_NUMBER[tensor.dtype])
+            rows[...] = _numbers(data, tensor.dtype).reshape(rows.shape)
+
+
+def _numbers(data: bytes, dtype: str) -> np.ndarray:
+    """Little-endian bytes -> floats. NumPy has no bfloat16: it is the upper half of a float32.
+
+    >>> _numbers(bytes([0x49, 0xC0]), "BF16").tolist()
+    [-3.140625]
+    """
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
+
+
+class Part(NamedTuple):
+    """One row of a weight table, found in the files: `stored` fills the rows a:b of our matrix."""
+
+    stored: Stored
+    a: int
+    b: int
+    transposed: bool
+
+
+def plan(config: Config, table: tuple, tensors: dict[str, Stored]) -> dict[tuple, list[Part]]:
+    """(our name, layer or None) -> its parts, with presence, type and shape of each checked.
+
+    Nothing is read or allocated before the whole plan stands.
+    """
+    parts: dict[tuple, list[Part]] = {}
+    for name, pattern, letters in table:
+        if name in config.absent:
+            continue
+        for l in range(config.layers) if "{l}" in pattern else [None]:
+            stored = _find(tensors, pattern.format(l=l))
+            *dims, transposed = letters.split() if letters.endswith("T") else (*letters.split(), "")
+            shape = tuple(config.size(d) for d in dims)
+            if stored.shape != shape:
+                raise ValueError(
+                    f"{stored.file}: {pattern.format(l=l)} has shape {list(stored.shape)}, "
+                    f"config.json asks for {list(shape)}"
+                )
+            rows = parts.setdefault((name, l), [])
+            a = rows[-1].b if rows else 0
+            rows.append(Part(stored, a, a + shape[1 if transposed else 0], bool(transposed)))
+    return parts
+
+
+def _find(tensors: dict[str, Stored], key: str) -> Stored:
+    for name in (prefix + key for prefix in PREFIXES):
+        if name in tensors:
+            if tensors[name].dtype not in BYTES_PER_NUMBER:
+                raise ValueError(
+                    f"{tensors[name].file}: {name} has type {tensors[name].dtype}; "
+                    f"only {', '.join(BYTES_PER_NUMBER)} are read"
+                )
+            return tensors[name]
+    files = sorted({str(t.file) for t in tensors.values()}) or ["the checkpoint"]
+    raise ValueError(f"{', '.join(files)}: no tensor named {key}")
+
+
+def read_weights(parts: dict[tuple, list[Part]], layers: int, backend: Backend) -> dict:
+    """Read every weight to the backend, one after another: {"embed": ..., "layers": [{...}]}."""
+    weights: dict = {"layers": [{} for _ in range(layers)]}
+    host = np.dtype("float64" if backend.dtype == backend.xp.float64 else "float32")
+    for (name, l), rows in parts.items():
+        first = rows[0]
+        width = first.stored.shape[0 if first.transposed else 1 :][:1]
+        matrix = np.empty((rows[-1].b, *width), host)
+        for part in rows:
+            view = matrix[part.a : part.b]
+            read_into(part.stored, view.T if part.transposed else view)
+        place = weights if l is None else weights["layers"][l]
+        place[name] = backend.xp.asarray(matrix, dtype=backend.dtype, device=backend.device)
+    return weights
+
+
+def check_memory(parts: dict[tuple, list[Part]], folder: Path):
+    """Refuse, before anything is read, weights that as float32 exceed this machine's memory."""
+    numbers = sum(math.prod(part.stored.shape) for rows in parts.values() for part in rows)
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * numbers > have:
+        raise MemoryError(
+            f"{folder} needs {4 * numbers / 1e9:.1f} GB as float32, this machine has "
+            f"{have / 1e9:.1f} GB: choose a smaller model"
+        )
+
+
+def load(folder: str | Path, backend: Backend | None = None) -> Model:
+    """The model in a Hugging Face checkpoint folder (config.json and safetensors).
+
+    Raises FileNotFoundError for missing files, MemoryError for a model larger than the machine, and
+    ValueError for everything that is damaged, not implemented, or not as config.json says.
+    """
+    folder, backend = Path(folder), backend or numpy_backend()
+    raw = read_json(folder / "config.json")
+    family = FAMILIES.get(raw.get("model_type")) if isinstance(raw.get("model_type"), str) else None
+    if family is None:
+        kind, known = raw.get("model_type"), ", ".join(FAMILIES)
+        raise ValueError(f"{folder}: model_type {kind!r} is not implemented; known: {known}")
+    if raw.get("quantization_config"):
+        raise ValueError(f"{folder}: quantized checkpoints are not read; use an unquantized one")
+    try:
+        config = family.config(raw)
+    except (TypeError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"{folder}/config.json: a value of the wrong kind ({error})") from None
+    parts = plan(config, family.weights, checkpoint_tensors(folder))
+    check_memory(parts, folder)
+    return Model(config, read_weights(parts, config.layers, backend), backend, family.block)
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+class Tokenizer:
+    """The text side of a checkpoint folder: ids of a text, text of ids, chat template, stop ids.
+
+    stop      ids that end a text: the union of what config.json, generation_config.json and
+              tokenizer_config.json name, where each may name one, several or none
+    template  the chat template's source, or None
+    """
+
+    def __init__(self, folder: str | Path):
+        import tokenizers  # here, so that `import model` stays quick
+
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"{folder} has no tokenizer.json")
+        try:
+            self.inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{folder}/tokenizer.json is damaged ({error})") from None
+        self.config = _json_if_there(folder / "tokenizer_config.json")
+        self.template = self._find_template(folder)
+        self.stop = self._find_stop(folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, with the special tokens that the tokenizer itself puts around it."""
+        return self.inner.encode(text).ids
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of ids, special tokens left out unless asked for."""
+        return self.inner.decode(list(ids), skip_special_tokens=not special)
+
+    def chat(self, prompt: str, system: str | None = None) -> list[int]:
+        """Ids of a conversation's beginning: the prompt as the user's turn, the answer's opened."""
+        import jinja2.sandbox  # a template is code from a download: it runs boxed in
+
+        box = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        box.globals["raise_exception"] = _refuse
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        special = {name: self._token(name) or "" for name in ("bos_token", "eos_token")}
+        try:
+            text = box.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **special
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template fails: {error}; --raw does without it") from None
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def _find_template(self, folder: Path) -> str | None:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = self.config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {t.get("name"): t.get("template") for t in template}.get("default")
+        return template
+
+    def _find_stop(self, folder: Path) -> frozenset[int]:
+        named = [self.inner.token_to_id(self._token("eos_token") or "")]
+        for file in ("config.json", "generation_config.json"):
+            ids = _json_if_there(folder / file).get("eos_token_id")
+            named += ids if isinstance(ids, list) else [ids]
+        return frozenset(x for x in named if x is not None)
+
+    def _token(self, name: str) -> str | None:
+        token = self.config.get(name)
+        return token.get("content") if isinstance(token, dict) else token
+
+
+def _json_if_there(path: Path) -> dict:
+    return read_json(path) if path.is_file() else {}
+
+
+def _refuse(message: str):
+    raise ValueError(f"the chat template refuses this conversation: {message}")
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer):
+    """Raises ValueError unless both tokenizers give every id the same string."""
+    ours, theirs = target.inner.get_vocab(), draft.inner.get_vocab()
+    if ours != theirs:
+        ids = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+        raise ValueError(
+            f"draft and target have different vocabularies ({len(theirs)} and {len(ours)} tokens; "
+            f"they first differ at id {ids[0][1]}): choose a draft with the target's tokenizer, "
+            "or --draft ngram"
+        )
+
+
+# ---------------------------------------------------------------- KV cache
+
+
+class Cache:
+    """Keys and values of the tokens seen so far: two arrays [L, G, capacity, C] and a length.
+
+    Entries at or past `length` are dead: never read, overwritten by the next call. That is why
+    rollback costs nothing but a smaller number.
+    """
+
+    def __init__(self, config: Config, capacity: int, backend: Backend):
+        shape = (config.layers, config.kv_heads, capacity, config.head_dim)
+        self.k = backend.xp.zeros(shape, dtype=backend.dtype, device=backend.device)
+        self.v = backend.xp.zeros(shape, dtype=backend.dtype, device=backend.device)
+        self.capacity = capacity
+        self.length = 0
+
+    def truncate(self, length: int):
+        """Forget everything after the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} tokens to {length}")
+        self.length = length
+
+
+# ---------------------------------------------------------------- the layers
+
+
+def rms_norm(x, weight, eps, xp):  # [..., D] -> [..., D]
+    scale = 1 / xp.sqrt(xp.vecdot(x, x) / x.shape[-1] + eps)
+    return x * scale[..., None] * weight
+
+
+def layer_norm(x, weight, bias, eps, xp):  # [T, D] -> [T, D]
+    x = x - xp.mean(x, axis=-1, keepdims=True)
+    scale = 1 / xp.sqrt(xp.vecdot(x, x) / x.shape[-1] + eps)
+    return x * scale[..., None] * weight + bias
+
+
+def silu(x, xp):
+    # x * sigmoid(x); through tanh, because exp(-x) overflows for large negative x.
+    return x * (0.5 * xp.tanh(0.5 * x) + 0.5)
+
+
+def gelu(x, xp):
+    # The tanh approximation that GPT-2 was trained with ("gelu_new").
+    return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def rotate(x, cos, sin, xp):  # [T, H, C], [T, 1, C/2] -> [T, H, C]
+    # Half-split layout: channel i turns together with channel i + C/2.
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def project(x, w, name, linear):  # [T, in] -> [T, out]
+    y = linear(x, w[name])
+    return y + w[name + "_bias"] if name + "_bias" in w else y
+
+
+def attention(q, k, v, cache, l, mask, xp):  # [T, H, C], [T, G, C], [T, G, C] -> [T, H C]
+    """Store the new keys and values, then attend to all S of them under the mask [T, S]."""
+    (T, H, C), G, S = q.shape, k.shape[1], mask.shape[1]
+    cache.k[l, :, S - T : S, :] = xp.permute_dims(k, (1, 0, 2))
+    cache.v[l, :, S - T : S, :] = xp.permute_dims(v, (1, 0, 2))
+    # Heads that share a key head become more rows of one product: [G, H/G * T, C].
+    q = xp.reshape(xp.permute_dims(q, (1, 0, 2)), (G, H // G * T, C)) * C**-0.5
+    scores = xp.matmul(q, xp.permute_dims(cache.k[l, :, :S, :], (0, 2, 1)))  # [G, H/G * T, S]
+    scores = xp.reshape(scores, (G, H // G, T, S)) + mask
+    scores = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    scores = scores / xp.sum(scores, axis=-1, keepdims=True)
+    out = xp.matmul(xp.reshape(scores, (G, H // G * T, S)), cache.v[l, :, :S, :])
+    return xp.reshape(xp.permute_dims(xp.reshape(out, (H, T, C)), (1, 0, 2)), (T, H * C))
+
+
+def causal_mask(T, S, backend):  # -> [T, S]
+    # Row i is the token at position S - T + i: it sees the keys 0..S-T+i. One formula serves
+    # prefill (T = S), decoding (T = 1) and verification (T = K + 1).
+    xp, device = backend.xp, backend.device
+    keys, positions = xp.arange(S, device=device), xp.arange(S - T, S, device=device)
+    zero = xp.zeros((), dtype=backend.dtype, device=device)
+    return xp.where(keys[None, :] <= positions[:, None], zero, -math.inf)
+
+
+def llama_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
+    """Llama, Mistral, Qwen2, Qwen3. Pre-norm attention, then a gated MLP."""
+    xp, linear, T = backend.xp, backend.linear, x.shape[0]
+    heads = project(rms_norm(x, w["attn_norm"], c.eps, xp), w, "qkv", linear)
+    heads = xp.reshape(heads, (T, c.heads + 2 * c.kv_heads, c.head_dim))
+    q, k = heads[:, : c.heads, :], heads[:, c.heads : -c.kv_heads, :]
+    if "q_norm" in w:
+        q, k = rms_norm(q, w["q_norm"], c.eps, xp), rms_norm(k, w["k_norm"], c.eps, xp)
+    q, k, v = rotate(q, *rope, xp), rotate(k, *rope, xp), heads[:, -c.kv_heads :, :]
+    x = x + project(attention(q, k, v, cache, l, mask, xp), w, "o", linear)
+    gate_up = project(rms_norm(x, w["mlp_norm"], c.eps, xp), w, "gate_up", linear)
+    return x + project(silu(gate_up[:, : c.hidden], xp) * gate_up[:, c.hidden :], w, "down", linear)
+
+
+def gpt2_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
+    """GPT-2. Pre-norm attention, then a plain MLP; positions were added to the embedding."""
+    xp, linear, T = backend.xp, backend.linear, x.shape[0]
+    heads = project(layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.eps, xp), w, "qkv", linear)
+    heads = xp.reshape(heads, (T, 3 * c.heads, c.head_dim))
+    q, k, v = (heads[:, i * c.heads : (i + 1) * c.heads, :] for i in range(3))
+    x = x + project(attention(q, k, v, cache, l, mask, xp), w, "o", linear)
+    up = project(layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.eps, xp), w, "up", linear)
+    return x + project(gelu(up, xp), w, "down", linear)
+
+
+class Family(NamedTuple):
+    """A kind of model: how to read its config.json, names of its weights, what a layer does."""
+
+    config: Callable[[dict], Config]
+    weights: tuple
+    block: Callable
+
+
+FAMILIES = {
+    "gpt2": Family(gpt2_config, GPT2_WEIGHTS, gpt2_block),
+    "llama": Family(llama_config, LLAMA_WEIGHTS, llama_block),
+    "mistral": Family(mistral_config, LLAMA_WEIGHTS, llama_block),
+    "qwen2": Family(qwen2_config, LLAMA_WEIGHTS, llama_block),
+    "qwen3": Family(qwen3_config, LLAMA_WEIGHTS, llama_block),
+}
+
+
+# ---------------------------------------------------------------- one pass
+
+
+class Model:
+    """A checkpoint on a backend. Call it with all tokens; it feeds those the cache has not seen."""
+
+    LONGEST_PASS = 512  # rows; a longer prompt goes through in pieces, to bound the [T, S] scores
+
+    def __init__(self, config: Config, weights: dict, backend: Backend, block: Callable):
+        self.config, self.weights, self.backend, self.block = config, weights, backend, block
+        self.vocab, self.context = config.vocab, config.context
+        place = dict(dtype=backend.dtype, device=backend.device)
+        self.inv_freq = backend.xp.asarray(config.inv_freq, **place)
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for up to `capacity` tokens."""
+        return Cache(self.config, capacity, self.backend)
+
+    def __call__(self, tokens: Sequence[int], cache: Cache, rows: int) -> np.ndarray:
+        """Logits of the last `rows` tokens, [rows, V], on the host.
+
+        Feeds tokens[cache.length:]; prefill, decoding, verification and a draft's catching up are
+        all this call. Row i is the law of the token after tokens[: len(tokens) - rows + i + 1].
+
+        Raises ValueError when there is nothing to feed, when more rows are asked for than are fed,
+        or when the tokens exceed the cache's capacity or the context.
+        """
+        new, limit = tokens[cache.length :], min(cache.capacity, self.context)
+        if not 1 <= rows <= len(new):
+            raise ValueError(f"{rows} rows of logits from {len(new)} tokens new to the cache")
+        if len(tokens) > limit:
+            raise ValueError(f"{len(tokens)} tokens do not fit: cache and context hold {limit}")
+        pieces = list(self._pieces(new, rows))
+        for piece in pieces:
+            x = self.hidden(piece, cache)
+        return self.backend.to_numpy(self.head(x[x.shape[0] - rows :, :]))
+
+    def _pieces(self, new: Sequence[int], rows: int) -> Iterator[Sequence[int]]:
+        # The last piece must hold all the rows that are asked for.
+        last = max(rows, (len(new) - 1) % self.LONGEST_PASS + 1)
+        for a in range(0, len(new) - last, self.LONGEST_PASS):
+            yield new[a : min(a + self.LONGEST_PASS, len(new) - last)]
+        yield new[len(new) - last :]
+
+    def hidden(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
+        """Feed T tokens through all layers: the states before the final norm."""
+        xp, device, w = self.backend.xp, self.backend.device, self.weights
+        T, S = len(new), cache.length + len(new)
+        x = xp.take(w["embed"], xp.asarray(new, device=device), axis=0)  # [T, D]
+        if "positions" in w:
+            x = x + w["positions"][S - T : S, :]
+        positions = xp.arange(S - T, S, dtype=self.backend.dtype, device=device)
+        angles = positions[:, None, None] * self.inv_freq  # [T, 1, C/2]
+        rope, mask = (xp.cos(angles), xp.sin(angles)), causal_mask(T, S, self.backend)
+        for l, layer in enumerate(w["layers"]):
+            x = self.block(x, layer, self.config, cache, l, rope, mask, self.backend)
+        cache.length = S
+        return x
+
+    def head(self, x):  # [rows, D] -> [rows, V]
+        w, c, xp = self.weights, self.config, self.backend.xp
+        if "norm_bias" in w:
+            x = layer_norm(x, w["norm"], w["norm_bias"], c.eps, xp)
+        else:
+            x = rms_norm(x, w["norm"], c.eps, xp)
+        return self.backend.linear(x, w["embed"] if "head" in c.absent else w["head"])
