@@ -20,9 +20,11 @@ llama3. What is not implemented is refused by name when the checkpoint is loaded
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,7 @@ class Backend:
     linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
     to_numpy     array on the device -> NumPy array on the host
     synchronize  returns once all queued work is done (clocks need it)
+    prepare      called with the weights of a model once they are loaded
     """
 
     name: str
@@ -52,21 +55,96 @@ class Backend:
     linear: Callable
     to_numpy: Callable
     synchronize: Callable
+    prepare: Callable = lambda weights: None
 
 
-def numpy_backend(dtype: str = "float32") -> Backend:
-    """NumPy on the CPU in "float32", or in "float64" for tests that compare to 1e-10."""
+def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
+    """NumPy on the CPU, in "float32", or in "float64" for tests that compare to 1e-10.
+
+    way: how matrix products are made, one of WAYS; "auto" (float32's default) measures which is the
+    fastest; float64's default is "matmul", so that no test depends on a clock.
+    """
     if dtype not in ("float32", "float64"):
         raise ValueError(f"the NumPy backend computes in float32 or float64, not {dtype}")
+    way = way or ("auto" if dtype == "float32" else "matmul")
+    if way != "auto" and way not in WAYS:
+        raise ValueError(f"the ways to multiply are auto, {', '.join(WAYS)}, not {way}")
+    fastest = FastestWay()
+    linear = fastest if way == "auto" else WAYS[way]
+    prepare = fastest.measure if way == "auto" else lambda weights: None
     return Backend(
-        name="numpy",
-        xp=np,
-        device="cpu",
-        dtype=np.dtype(dtype),
-        linear=lambda x, W: np.matmul(x, W.T),
-        to_numpy=np.asarray,
-        synchronize=lambda: None,
-    )
+        "numpy", np, "cpu", np.dtype(dtype), linear, np.asarray, lambda: None, prepare
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- matrix products on NumPy
+
+# Speculative decoding lives from one fact: weights are read from memory once, however many rows
+# they are multiplied with. BLAS does not honour it for a few rows: from two rows on it first copies
+# the whole matrix into another order (packs it), which costs more than the product. The two ways
+# around that read W in place. Which one wins depends on the BLAS, the machine and the shape, so it
+# is measured.
+
+SMALL_PRODUCT = 10**6  # OpenBLAS does not pack when rows x tile height x in is at most this
+
+
+def by_matmul(x, W):  # [T, in], [out, in] -> [T, out]
+    return np.matmul(x, W.T)
+
+
+def by_dots(x, W):  # [T, in], [out, in] -> [T, out]
+    # One dot product per row of W and row of x; from the second on, W's row is in the cache.
+    return np.ascontiguousarray(np.vecdot(W[:, None, :], x).T)
+
+
+def by_tiles(x, W):  # [T, in], [out, in] -> [T, out]
+    # A stack of tiles of W, views and no copies, each small enough for the kernels without packing.
+    T, width = x.shape
+    height = 1 << (max(1, min(64, SMALL_PRODUCT // (T * width))).bit_length() - 1)
+    whole = W.shape[0] // height * height
+    tiles = np.reshape(W[:whole, :], (-1, height, width))
+    y = np.ascontiguousarray(np.reshape(np.matmul(tiles, x.T), (whole, T)).T)
+    return y if whole == W.shape[0] else np.concat([y, np.matmul(x, W[whole:, :].T)], axis=1)
+
+
+WAYS = {"matmul": by_matmul, "dots": by_dots, "tiles": by_tiles}
+
+
+class FastestWay:
+    """x @ W.T by the way that is fastest here for this number of rows.
+
+    `measure` tries every way on the largest matrices of the model, whose cost decides a pass, each
+    time on the next layer's, so that no try finds its weights in the cache.
+    """
+
+    ROWS, TRIES = (1, 2, 3, 4, 5, 6, 8, 12, 16), 5
+
+    def __init__(self):
+        self.milliseconds: dict[int, dict[str, float]] = {}  # rows -> way -> median
+        self.way = {}
+
+    def __call__(self, x, W):
+        # A prompt has more rows than are measured: there, packing pays.
+        return self.way.get(x.shape[0], by_matmul)(x, W)
+
+    def measure(self, weights: dict):
+        largest = [max(layer.values(), key=lambda W: W.size) for layer in weights["layers"]]
+        following = itertools.cycle(largest)
+        for T in self.ROWS:
+            x = np.ones((T, largest[0].shape[1]), largest[0].dtype)
+            self.milliseconds[T] = {}
+            for name, way in WAYS.items():
+                tries = [_seconds(way, x, next(following)) for _ in range(self.TRIES)]
+                self.milliseconds[T][name] = 1e3 * sorted(tries)[self.TRIES // 2]
+            best = min(WAYS, key=self.milliseconds[T].get)
+            for rows in range(len(self.way) + 1, T + 1):
+                self.way[rows] = WAYS[best]
+
+
+def _seconds(function, *args) -> float:
+    started = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------- what a config.json says
@@ -496,7 +574,9 @@ def load(folder: str | Path, backend: Backend | None = None) -> Model:
         raise ValueError(f"{folder}/config.json: a value of the wrong kind ({error})") from None
     parts = plan(config, family.weights, checkpoint_tensors(folder))
     check_memory(parts, folder)
-    return Model(config, read_weights(parts, config.layers, backend), backend, family.block)
+    weights = read_weights(parts, config.layers, backend)
+    backend.prepare(weights)
+    return Model(config, weights, backend, family.block)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -617,13 +697,13 @@ class Cache:
 
 
 def rms_norm(x, weight, eps, xp):  # [..., D] -> [..., D]
-    scale = 1 / xp.sqrt(xp.vecdot(x, x) / x.shape[-1] + eps)
+    scale = (xp.vecdot(x, x) / x.shape[-1] + eps) ** -0.5
     return x * scale[..., None] * weight
 
 
 def layer_norm(x, weight, bias, eps, xp):  # [T, D] -> [T, D]
     x = x - xp.mean(x, axis=-1, keepdims=True)
-    scale = 1 / xp.sqrt(xp.vecdot(x, x) / x.shape[-1] + eps)
+    scale = (xp.vecdot(x, x) / x.shape[-1] + eps) ** -0.5
     return x * scale[..., None] * weight + bias
 
 
@@ -637,11 +717,17 @@ def gelu(x, xp):
     return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
 
 
-def rotate(x, cos, sin, xp):  # [T, H, C], [T, 1, C/2] -> [T, H, C]
-    # Half-split layout: channel i turns together with channel i + C/2.
+def rotate(x, cos, sin, xp):  # [T, H, C], [T, 1, C], [T, 1, C] -> [T, H, C]
+    # Half-split layout: channel i turns together with channel i + C/2. `sin` has the minus sign of
+    # the first half in it.
     half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    return xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return x * cos + xp.concat([x[..., half:], x[..., :half]], axis=-1) * sin
+
+
+def rope_tables(positions, inv_freq, xp):  # [T], [C/2] -> two of [T, 1, C]
+    angles = positions[:, None, None] * inv_freq
+    cos, sin = xp.cos(angles), xp.sin(angles)
+    return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
 
 
 def project(x, w, name, linear):  # [T, in] -> [T, out]
@@ -678,10 +764,13 @@ def llama_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
     xp, linear, T = backend.xp, backend.linear, x.shape[0]
     heads = project(rms_norm(x, w["attn_norm"], c.eps, xp), w, "qkv", linear)
     heads = xp.reshape(heads, (T, c.heads + 2 * c.kv_heads, c.head_dim))
-    q, k = heads[:, : c.heads, :], heads[:, c.heads : -c.kv_heads, :]
+    qk, v = heads[:, : -c.kv_heads, :], heads[:, -c.kv_heads :, :]
     if "q_norm" in w:
-        q, k = rms_norm(q, w["q_norm"], c.eps, xp), rms_norm(k, w["k_norm"], c.eps, xp)
-    q, k, v = rotate(q, *rope, xp), rotate(k, *rope, xp), heads[:, -c.kv_heads :, :]
+        q = rms_norm(qk[:, : c.heads, :], w["q_norm"], c.eps, xp)
+        k = rms_norm(qk[:, c.heads :, :], w["k_norm"], c.eps, xp)
+        qk = xp.concat([q, k], axis=1)
+    qk = rotate(qk, *rope, xp)
+    q, k = qk[:, : c.heads, :], qk[:, c.heads :, :]
     x = x + project(attention(q, k, v, cache, l, mask, xp), w, "o", linear)
     gate_up = project(rms_norm(x, w["mlp_norm"], c.eps, xp), w, "gate_up", linear)
     return x + project(silu(gate_up[:, : c.hidden], xp) * gate_up[:, c.hidden :], w, "down", linear)
@@ -767,8 +856,7 @@ class Model:
         if "positions" in w:
             x = x + w["positions"][S - T : S, :]
         positions = xp.arange(S - T, S, dtype=self.backend.dtype, device=device)
-        angles = positions[:, None, None] * self.inv_freq  # [T, 1, C/2]
-        rope, mask = (xp.cos(angles), xp.sin(angles)), causal_mask(T, S, self.backend)
+        rope, mask = rope_tables(positions, self.inv_freq, xp), causal_mask(T, S, self.backend)
         for l, layer in enumerate(w["layers"]):
             x = self.block(x, layer, self.config, cache, l, rope, mask, self.backend)
         cache.length = S
