@@ -171,16 +171,6 @@ class Config:
     inv_freq: tuple[float, ...]
     absent: frozenset[str]
 
-    def __post_init__(self):
-        for name in ("layers", "width", "heads", "kv_heads", "head_dim", "hidden", "vocab"):
-            _check(_is_count(getattr(self, name)), f"{name} must be a positive integer", self)
-        _check(_is_count(self.context), "context must be a positive integer", self)
-        _check(
-            self.heads % self.kv_heads == 0,
-            f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
-            self,
-        )
-
     def size(self, letters: str) -> int:
         """The number behind the letters of a shape: products such as 'HC' or '3D' included.
 
@@ -194,56 +184,68 @@ class Config:
         return math.prod(int(c) if c.isdigit() else numbers[c] for c in letters)
 
 
-def _is_count(n: object) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n > 0
+KINDS = {
+    "count": ("a positive integer", lambda v: type(v) is int and v > 0),
+    "number": ("a number > 0", lambda v: type(v) in (int, float) and 0 < v < math.inf),
+    "flag": ("true or false", lambda v: type(v) is bool),
+}
+
+
+def _read(raw: dict, key: str, kind: str, default: object = None):
+    """The value of a key, of a kind of KINDS; an absent key and null mean the default."""
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise ValueError(f"config.json has no {key!r}, which this model needs")
+    rule, holds = KINDS[kind]
+    _check(holds(value), f"{key} must be {rule}", value)
+    return value
 
 
 def _check(holds: bool, rule: str, got: object):
     if not holds:
-        raise ValueError(f"config.json: {rule}; got {got}")
-
-
-def _need(raw: dict, key: str):
-    if raw.get(key) is None:
-        raise ValueError(f"config.json has no {key!r}, which a {raw.get('model_type')} model needs")
-    return raw[key]
+        raise ValueError(f"config.json: {rule}, got {got!r}")
 
 
 def llama_config(raw: dict) -> Config:
-    """config.json of Llama and its relatives -> Config. An absent key and null mean the same."""
-    raw = {key: value for key, value in raw.items() if value is not None}
-    act, context = raw.get("hidden_act", "silu"), _need(raw, "max_position_embeddings")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    _check(act == "silu", "only hidden_act silu is implemented", act)
-    _check(
-        window is None or window >= context,
-        "sliding-window attention is not implemented",
-        f"a window of {window} tokens in a context of {context}",
-    )
-    width, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
-    head_dim = raw.get("head_dim") or (width // heads if _is_count(heads) else 0)
+    """config.json of Llama and its relatives -> Config."""
+    context = _read(raw, "max_position_embeddings", "count")
+    window = context
+    if _read(raw, "use_sliding_window", "flag", raw.get("sliding_window") is not None):
+        window = _read(raw, "sliding_window", "count", 4096)
+    _check(window >= context, "sliding-window attention is not implemented", f"window {window}")
+    act = raw.get("hidden_act", "silu")
+    _check(act == "silu", "hidden_act must be silu", act)
+    width, heads = _read(raw, "hidden_size", "count"), _read(raw, "num_attention_heads", "count")
+    head_dim = _read(raw, "head_dim", "count", max(1, width // heads))
+    kv_heads = _read(raw, "num_key_value_heads", "count", heads)
+    _check(heads % kv_heads == 0, f"num_key_value_heads must divide {heads} heads", kv_heads)
+    attention_bias = _read(raw, "attention_bias", "flag", False)
+    mlp_bias = _read(raw, "mlp_bias", "flag", False)
     present = {
-        "head": not raw.get("tie_word_embeddings", False),
-        "qkv_bias": raw.get("qkv_bias", raw.get("attention_bias", False)),
-        "o_bias": raw.get("attention_bias", False),
-        "gate_up_bias": raw.get("mlp_bias", False),
-        "down_bias": raw.get("mlp_bias", False),
+        "head": not _read(raw, "tie_word_embeddings", "flag", False),
+        "qkv_bias": raw.get("qkv_bias", attention_bias),
+        "o_bias": attention_bias,
+        "gate_up_bias": mlp_bias,
+        "down_bias": mlp_bias,
         "q_norm": raw.get("qk_norm", False),
         "k_norm": raw.get("qk_norm", False),
     }
     return Config(
-        layers=_need(raw, "num_hidden_layers"),
+        layers=_read(raw, "num_hidden_layers", "count"),
         width=width,
         heads=heads,
-        kv_heads=raw.get("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        hidden=_need(raw, "intermediate_size"),
-        vocab=_need(raw, "vocab_size"),
+        hidden=_read(raw, "intermediate_size", "count"),
+        vocab=_read(raw, "vocab_size", "count"),
         context=context,
-        eps=raw.get("rms_norm_eps", 1e-6),
+        eps=_read(raw, "rms_norm_eps", "number", 1e-6),
         inv_freq=rope_frequencies(raw, head_dim),
         absent=frozenset(name for name, there in present.items() if not there),
     )
+
+
+# The relatives differ in what their files leave unsaid; "qkv_bias" and "qk_norm" are our own words.
 
 
 def mistral_config(raw: dict) -> Config:
@@ -252,8 +254,7 @@ def mistral_config(raw: dict) -> Config:
 
 
 def qwen2_config(raw: dict) -> Config:
-    # Biases on q, k, v and none on o, without a word in config.json; a window's size is always
-    # named there, whether it is in use or not.
+    # Biases on q, k, v and none on o. A window's size is always named, in use or not.
     always = {"qkv_bias": True, "attention_bias": False}
     return llama_config({"use_sliding_window": False, **raw, **always})
 
@@ -264,25 +265,28 @@ def qwen3_config(raw: dict) -> Config:
 
 def gpt2_config(raw: dict) -> Config:
     """config.json of GPT-2 -> Config."""
-    raw = {key: value for key, value in raw.items() if value is not None}
     act = raw.get("activation_function", "gelu_new")
-    _check(act in ("gelu_new", "gelu_pytorch_tanh"), "only gelu_new is implemented", act)
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        _check(not raw.get(key, False), f"{key} is not implemented", raw.get(key))
-    _check(raw.get("scale_attn_weights", True), "scale_attn_weights false is not implemented", raw)
-    width, heads = _need(raw, "n_embd"), _need(raw, "n_head")
+    _check(act in ("gelu_new", "gelu_pytorch_tanh"), "activation_function must be gelu_new", act)
+    usual = dict(
+        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
+    for key, value in usual.items():
+        _check(raw.get(key, value) == value, f"{key} must be {value}", raw.get(key))
+    width, heads = _read(raw, "n_embd", "count"), _read(raw, "n_head", "count")
+    _check(width % heads == 0, f"n_head must divide n_embd, {width}", heads)
+    tied = _read(raw, "tie_word_embeddings", "flag", True)
     return Config(
-        layers=_need(raw, "n_layer"),
+        layers=_read(raw, "n_layer", "count"),
         width=width,
         heads=heads,
         kv_heads=heads,
-        head_dim=width // heads if _is_count(heads) else 0,
-        hidden=raw.get("n_inner", 4 * width),
-        vocab=_need(raw, "vocab_size"),
-        context=raw.get("n_positions", raw.get("n_ctx", 1024)),
-        eps=raw.get("layer_norm_epsilon", 1e-5),
+        head_dim=width // heads,
+        hidden=_read(raw, "n_inner", "count", 4 * width),
+        vocab=_read(raw, "vocab_size", "count"),
+        context=_read(raw, "n_positions", "count", raw.get("n_ctx", 1024)),
+        eps=_read(raw, "layer_norm_epsilon", "number", 1e-5),
         inv_freq=(),
-        absent=frozenset() if raw.get("tie_word_embeddings") is False else frozenset({"head"}),
+        absent=frozenset({"head"} if tied else ()),
     )
 
 
@@ -297,30 +301,26 @@ def rope_frequencies(raw: dict, head_dim: int) -> tuple[float, ...]:
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     _check(isinstance(rope, dict), "rope parameters must be an object", rope)
+    rope = {"rope_theta": raw.get("rope_theta"), **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    even = _is_count(head_dim) and head_dim % 2 == 0
-    _check(even, "head_dim must be even and positive", head_dim)
-    _check(partial == 1.0, "partial_rotary_factor other than 1 is not implemented", partial)
-    known = kind in ("default", "linear", "llama3")
-    _check(known, "rope type must be default, linear or llama3", kind)
-    f = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
+    _check(kind in ("default", "linear", "llama3"), "rope type: default, linear or llama3", kind)
+    for source in (raw, rope):
+        partial = _read(source, "partial_rotary_factor", "number", 1.0)
+        _check(partial == 1, "partial_rotary_factor must be 1", partial)
+    _check(head_dim % 2 == 0 and head_dim <= 2**14, "head_dim must be even, at most 2^14", head_dim)
+    f = _read(rope, "rope_theta", "number", 10000.0) ** (-np.arange(0, head_dim, 2) / head_dim)
     if kind == "linear":
-        f = f / _rope_number(rope, "factor")
+        f = f / _read(rope, "factor", "number")
     if kind == "llama3":
-        low, high = _rope_number(rope, "low_freq_factor"), _rope_number(rope, "high_freq_factor")
-        turns = _rope_number(rope, "original_max_position_embeddings") * f / (2 * math.pi)
+        low, high = (
+            _read(rope, "low_freq_factor", "number"),
+            _read(rope, "high_freq_factor", "number"),
+        )
+        _check(low < high, f"low_freq_factor must be below high_freq_factor, {high}", low)
+        turns = _read(rope, "original_max_position_embeddings", "number") * f / (2 * math.pi)
         keep = np.clip((turns - low) / (high - low), 0, 1)
-        f = keep * f + (1 - keep) * f / _rope_number(rope, "factor")
+        f = keep * f + (1 - keep) * f / _read(rope, "factor", "number")
     return tuple(f.tolist())
-
-
-def _rope_number(rope: dict, key: str) -> float:
-    number = rope.get(key)
-    positive = isinstance(number, (int, float)) and number > 0
-    _check(positive, f"rope parameter {key} must be a number > 0", number)
-    return float(number)
 
 
 # ---------------------------------------------------------------- names of the weights in the files
@@ -383,12 +383,13 @@ PIECE = 1 << 20  # numbers converted at a time
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies: file, type ("F16"), shape, first byte."""
+    """Where one tensor lies: file, type ("F16"), shape, its bytes start..end in the file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    end: int
 
 
 def read_json(path: Path) -> dict:
@@ -419,23 +420,33 @@ def safetensors_header(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path} is truncated or no safetensors file: fetch it again")
         try:
             header = json.loads(file.read(length))
-            entries = {key: e for key, e in header.items() if key != "__metadata__"}
-            return {key: _entry(path, e, 8 + length, size) for key, e in entries.items()}
+            header.pop("__metadata__", None)
+            tensors = {key: _entry(path, e, 8 + length) for key, e in header.items()}
+            _check_cover(tensors, 8 + length, size)
+            return tensors
         except (AttributeError, LookupError, TypeError, RecursionError, ValueError):
             raise ValueError(
                 f"{path} is truncated, or its header is damaged: fetch it again"
             ) from None
 
 
-def _entry(path: Path, entry: dict, data: int, size: int) -> Stored:
+def _entry(path: Path, entry: dict, data: int) -> Stored:
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
         raise TypeError("sizes must be natural numbers")
-    if data + end > size:
-        raise ValueError("the data ends past the end of the file")
     if dtype in BYTES_PER_NUMBER and end - start != math.prod(shape) * BYTES_PER_NUMBER[dtype]:
         raise ValueError("the shape does not fit the number of bytes")
-    return Stored(path, dtype, shape, data + start)
+    return Stored(path, dtype, shape, data + start, data + end)
+
+
+def _check_cover(tensors: dict[str, Stored], data: int, size: int):
+    # The tensors must fill the file without holes or overlaps: nothing else tells shifted numbers.
+    for start, end in sorted((t.start, t.end) for t in tensors.values()):
+        if start != data or end < start:
+            raise ValueError("tensors overlap, or leave a hole")
+        data = end
+    if data != size:
+        raise ValueError("the tensors end before or after the file does")
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, Stored]:

@@ -593,7 +593,7 @@ def test_qwen_is_refused_where_its_sliding_window_is_switched_on(name, tmp_path)
     ("llama_mha", "hidden_act", "gelu", "gelu"),
     ("qwen2", "hidden_act", "gelu_new", "gelu_new"),
     ("gpt2", "activation_function", "relu", "relu"),
-    ("gpt2", "activation_function", "gelu", "got gelu"),  # the exact one; GPT-2's is approximate
+    ("gpt2", "activation_function", "gelu", "got 'gelu'"),  # the exact one; GPT-2's is approximate
     ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", "scale_attn_weights", False, "scale_attn_weights"),
     ("gpt2", "add_cross_attention", True, "add_cross_attention"),
