@@ -1,0 +1,406 @@
+"""What speculative decoding gains on this machine, and why.
+
+    python bench.py --quick     # one streamed answer, then a first table, in less than a minute
+    python bench.py             # all prompts, K = 1..8, minutes
+
+Both decode greedily with prompt lookup as the draft. What is measured, in this order:
+    bandwidth   how fast the weights can be read at all: no one-row pass can be faster
+    v(T)        seconds of a target pass over T rows / over one row, at the context in use
+    prediction  from v, and from replaying the drafter on calibration prompts: their plain
+                continuations are known, so acceptance and the host's own time a round cost no pass
+    measurement plain and speculative decoding in turn, on other prompts; prefill is left out
+
+Letters: K proposals a round, T rows in a pass, c = time of one draft step / of a one-row pass.
+
+What this file does not do: draft models, quantized targets, temperatures above 0, plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import minispec
+from minispec import PromptLookup, Round, run
+
+PROMPTS = Path(__file__).with_name("prompts.json")
+GROUPS = {"chat and code": ("chat", "code"), "copy-heavy": ("copy",)}
+
+# ---------------------------------------------------------------- the machine
+
+
+def machine() -> dict:
+    """What the figures depend on, without anything that names the machine."""
+    about = dict(
+        system=platform.system(), processor=processor(), cores=os.cpu_count(),
+        python=platform.python_version(), numpy=np.__version__,
+    )  # fmt: skip
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return about
+    keys = "internal_api", "version", "architecture", "num_threads"
+    return about | {"blas": [{k: b.get(k) for k in keys} for b in threadpool_info()]}
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def matrices(target) -> list:
+    """Every matrix that one pass multiplies with, in the order of use."""
+    w = target.weights
+    layers = [W for layer in w["layers"] for W in layer.values() if W.ndim == 2]
+    return [*layers, w.get("head", w["embed"])]
+
+
+def bandwidth(target, repeats: int = 9) -> dict:
+    """Gigabytes a second: a plain read by one thread per core, and all one-row products.
+
+    The larger of the two bounds one-row decoding from above. The read is one of the largest matrix.
+    """
+    all_W, cores = matrices(target), os.cpu_count() or 1
+    largest = max(all_W, key=lambda W: W.size)
+    rows = {W.shape[1]: np.ones((1, W.shape[1]), W.dtype) for W in all_W}
+    shares = np.array_split(largest, cores)
+    with ThreadPoolExecutor(cores) as pool:
+        reads = [seconds(lambda: list(pool.map(np.max, shares))) for _ in range(repeats)]
+    products = [
+        seconds(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
+        for _ in range(repeats)
+    ]
+    size = sum(W.nbytes for W in all_W)
+    rates = {
+        "read": largest.nbytes / statistics.median(reads) / 1e9,
+        "products": size / statistics.median(products) / 1e9,
+    }
+    return rates | {"bound": max(rates.values()), "bytes": size}
+
+
+def seconds(function) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def pass_seconds(target, most_rows: int, context: int = 200, repeats: int = 7) -> dict[int, float]:
+    """Median seconds of a target pass over T = 1..most_rows rows that ends at `context` tokens.
+
+    One untimed pass of each kind first; then the kinds in turn, so that a drift meets them all.
+    """
+    tokens = [i % target.vocab for i in range(context)]
+    cache = target.new_cache(context)
+    target(tokens, cache, rows=1)
+    times: dict[int, list[float]] = {T: [] for T in range(1, most_rows + 1)}
+    for repeat in range(repeats + 1):
+        for T in times:
+            cache.truncate(context - T)
+            target.backend.synchronize()
+            spent = seconds(lambda T=T: target(tokens, cache, rows=T))
+            if repeat:
+                times[T].append(spent)
+    return {T: statistics.median(t) for T, t in times.items()}
+
+
+# ---------------------------------------------------------------- prediction
+
+
+class Replay:
+    """A target that already knows its greedy continuation, and whose passes cost nothing.
+
+    Greedy rounds with it are those of the real target, token for token, so a drafter's acceptance
+    at every K and the host's time for a round can be had from one plain run.
+    """
+
+    def __init__(self, tokens: Sequence[int], target):
+        self.tokens, self.vocab, self.context = tokens, target.vocab, target.context
+
+    class Cache:
+        length = 0
+
+        def truncate(self, length):
+            self.length = length
+
+    def new_cache(self, capacity):
+        return self.Cache()
+
+    def __call__(self, tokens, cache, rows):
+        cache.length = len(tokens)
+        logits = np.zeros((rows, self.vocab), np.float32)
+        for i, position in enumerate(range(len(tokens) - rows + 1, len(tokens) + 1)):
+            logits[i, self.tokens[position % len(self.tokens)]] = 1.0
+        return logits
+
+
+@dataclass
+class Tally:
+    """Counts over rounds, the first one of each generation (with the prompt in it) left out."""
+
+    tokens: int
+    rounds: int
+    rows: list[int]  # of every target pass
+    acceptance: list[
+        float
+    ]  # [i-1]: of the rounds with >= i proposals, the share with >= i accepted
+
+    @classmethod
+    def of(cls, generations: Sequence[Sequence[Round]], K: int) -> Tally:
+        rounds = [r for g in generations for r in g[1:]]
+        shares = []
+        for i in range(1, K + 1):
+            reached = [r.accepted >= i for r in rounds if len(r.proposals) >= i]
+            shares.append(sum(reached) / len(reached) if reached else 0.0)
+        rows = [len(r.proposals) + 1 for r in rounds]
+        return cls(sum(len(r.tokens) for r in rounds), len(rounds), rows, shares)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+@dataclass
+class Prediction:
+    """What a K should gain: speedup = plain seconds a token x tokens / (passes + host's time)."""
+
+    speedup: float
+    c: float  # draft seconds a proposal / one-row pass
+    overhead: float  # host seconds a round, drafting included / one-row pass
+
+
+def predict(target, known: Sequence[tuple], K: int, one_pass: dict[int, float]) -> Prediction:
+    """From pass times alone and replays of `known` (prompt, its plain continuation)."""
+
+    def replay(draft, K):
+        answers = [
+            run(Replay([*prompt, *more], target), prompt, draft, K, max_new_tokens=len(more))
+            for prompt, more in known
+        ]
+        tally = Tally.of([a.rounds for a in answers], K)
+        host = sum(a.seconds - a.verification for a in answers)
+        return answers, tally, host / sum(len(a.rounds) for a in answers)
+
+    _, _, plain_host = replay(None, 0)
+    answers, tally, host = replay(PromptLookup(), K)
+    plain_seconds = one_pass[1] + plain_host
+    round_seconds = statistics.fmean(one_pass[T] for T in tally.rows) + host
+    proposals = sum(len(r.proposals) for a in answers for r in a.rounds)
+    c = sum(a.draft for a in answers) / max(1, proposals) / one_pass[1]
+    return Prediction(plain_seconds * tally.tokens_per_round / round_seconds, c, host / one_pass[1])
+
+
+# ---------------------------------------------------------------- measurement
+
+
+def decoding_rate(answer: minispec.Answer) -> float:
+    """Tokens a second after the first round, whose pass holds the prompt."""
+    tokens = len(answer.tokens) - len(answer.rounds[0].tokens)
+    return tokens / (answer.seconds - answer.first_round)
+
+
+def measure_prompt(target, prompt, stop, Ks, most_tokens: int, tick) -> dict:
+    """Plain decoding and every K in turn: {"plain": [answers], K: answer}."""
+
+    def answer(draft, K):
+        result = run(target, prompt, draft, K, max_new_tokens=most_tokens, stop=stop)
+        if result.ended == "interrupted":
+            raise KeyboardInterrupt
+        tick()
+        return result
+
+    results: dict = {"plain": [answer(None, 0)]}
+    for i, K in enumerate(Ks):
+        results[K] = answer(PromptLookup(), K)
+        if i % 2:
+            results["plain"].append(answer(None, 0))
+    return results
+
+
+def speedup_of(results: dict, K: int) -> float | None:
+    """Speculative over plain rate; None where the two did not emit equally many tokens."""
+    if any(len(results[K].tokens) != len(p.tokens) for p in results["plain"]):
+        return None
+    return decoding_rate(results[K]) / plain_rate(results)
+
+
+def plain_rate(results: dict) -> float:
+    return statistics.median(decoding_rate(p) for p in results["plain"])
+
+
+def configuration(name, results: list[dict], Ks, predictions, v) -> dict:
+    """One table: what was predicted and measured for every K, and which K is the best."""
+    by_k = []
+    for K in Ks:
+        speedups = [s for r in results if (s := speedup_of(r, K)) is not None]
+        tally = Tally.of([r[K].rounds for r in results], K)
+        by_k.append(dict(
+            K=K, acceptance=tally.acceptance, tokens_per_round=tally.tokens_per_round,
+            rows_per_round=statistics.fmean(tally.rows), v=v[K + 1], c=predictions[K].c,
+            overhead=predictions[K].overhead, predicted=predictions[K].speedup,
+            measured=statistics.median(speedups) if len(speedups) == len(results) else None,
+            identical=sum(r[K].tokens == r["plain"][0].tokens for r in results),
+        ))  # fmt: skip
+    best = max(by_k, key=lambda row: row["measured"] or 0.0)
+    return dict(
+        name=name, target="default", draft="ngram", verification="token", quantize=None,
+        prompts=len(results), plain_tokens_per_second=statistics.median(map(plain_rate, results)),
+        c=best["c"], v={str(T): ratio for T, ratio in v.items()}, by_k=by_k, best_k=best["K"],
+        speedup=best["measured"], predicted=best["predicted"], verdict=verdict(best),
+    )  # fmt: skip
+
+
+def verdict(row: dict) -> str:
+    if row["measured"] is None:
+        return "no speedup: plain and speculative outputs differ in length"
+    tokens, gain = row["tokens_per_round"], row["measured"]
+    return (
+        f"{gain:.2f}x at K={row['K']}, the best: a round yields {tokens:.2f} tokens and costs "
+        f"{tokens / gain:.2f} plain steps"
+    )
+
+
+# ---------------------------------------------------------------- output
+
+HEADER = (
+    "  K  tokens/round  rows/round  v(K+1)      c  overhead  predicted  measured  accepted at 1..K"
+)
+
+
+def show(table: dict):
+    print(
+        f"\nprompt lookup, {table['name']} ({table['prompts']} prompts), against plain decoding at "
+        f"{table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
+    )
+    for row in table["by_k"]:
+        measured = "differ" if row["measured"] is None else f"{row['measured']:.2f}x"
+        shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance"])
+        print(
+            f"{row['K']:3} {row['tokens_per_round']:13.2f} {row['rows_per_round']:11.2f} "
+            f"{row['v']:7.2f} {row['c']:6.3f} {row['overhead']:9.3f} {row['predicted']:9.2f}x "
+            f"{measured:>9}  {shares}%"
+        )
+    print(table["verdict"])
+
+
+def show_machine(rates: dict, one_pass: dict[int, float]):
+    bound = rates["bound"] * 1e9 / rates["bytes"]
+    print(
+        f"weights {rates['bytes'] / 1e6:.0f} MB; memory read at {rates['read']:.1f} GB/s, one-row "
+        f"products at {rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s"
+    )
+    print(f"one-row pass {1e3 * one_pass[1]:.1f} ms, {1 / one_pass[1] / bound:.2f} of that bound")
+    print("v(T)  " + "  ".join(f"{T}: {s / one_pass[1]:.2f}" for T, s in one_pass.items()))
+
+
+def rounded(value):
+    """The same figures with four significant digits: more was not measured."""
+    if isinstance(value, dict):
+        return {key: rounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def read_prompts(path: Path) -> dict:
+    """{"measured": {kind: [text]}, "calibration": {kind: [text]}}; ValueError if it is not so."""
+    from model import read_json
+
+    prompts = read_json(path)
+    for part in ("measured", "calibration"):
+        for kind in ("chat", "code", "copy"):
+            texts = prompts.get(part, {}).get(kind)
+            if not texts or not all(isinstance(t, str) and t.strip() for t in texts):
+                raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
+    return prompts
+
+
+def first_answer(target, tokenizer):
+    print(f"> {minispec.EXAMPLE}")
+    printer = minispec.Printer(tokenizer)
+    prompt = tokenizer.chat(minispec.EXAMPLE)
+    answer = run(target, prompt, PromptLookup(), stop=tokenizer.stop, show=printer.show)
+    printer.end()
+    print(f"{answer}\n")
+    if answer.ended == "interrupted":
+        raise KeyboardInterrupt
+
+
+def bench(args: argparse.Namespace):
+    minispec.check_writable(args.json)
+    prompts = read_prompts(args.prompts)
+    target, tokenizer, _ = minispec.load_pair(args.target, "ngram")
+    ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
+           for part, kinds in prompts.items() if part != "about"}  # fmt: skip
+    Ks, most_tokens, each = ((1, 2, 4, 8), 48, 1) if args.quick else (range(1, 9), 128, None)
+    first_answer(target, tokenizer)
+
+    rates = bandwidth(target)
+    one_pass = pass_seconds(target, max(Ks) + 1)
+    show_machine(rates, one_pass)
+    v = {T: s / one_pass[1] for T, s in one_pass.items()}
+
+    known = {
+        group: [(p, list(minispec.autoregressive(target, p, max_new_tokens=most_tokens,
+                                                 stop=tokenizer.stop)))
+                for kind in kinds for p in ids["calibration"][kind][:each]]
+        for group, kinds in GROUPS.items()
+    }  # fmt: skip
+    predictions = {
+        group: {K: predict(target, known[group], K, one_pass) for K in Ks} for group in GROUPS
+    }
+
+    chosen = {
+        g: [p for kind in kinds for p in ids["measured"][kind][:each]]
+        for g, kinds in GROUPS.items()
+    }
+    runs = sum(map(len, chosen.values())) * (1 + len(Ks) + len(Ks) // 2)
+    with tqdm(total=runs, desc="measuring", unit="run", file=sys.stderr) as bar:
+        results = {
+            g: [measure_prompt(target, p, tokenizer.stop, Ks, most_tokens, bar.update) for p in ps]
+            for g, ps in chosen.items()
+        }
+    configurations = [configuration(g, results[g], Ks, predictions[g], v) for g in GROUPS]
+    for c in configurations:
+        show(c)
+    report = dict(
+        version=minispec.__version__, machine=machine(), bandwidth_gb_s=rates["bound"],
+        bandwidth=rates, plain_tokens_per_second=configurations[0]["plain_tokens_per_second"],
+        configurations=configurations,
+        verification=dict(
+            one_row_ms=1e3 * one_pass[1], auto={str(T): x for T, x in v.items()},
+            ways_ms=getattr(target.backend.linear, "milliseconds", None),
+        ),
+    )  # fmt: skip
+    if args.json:
+        minispec.write_json(args.json, rounded(report))
+    if not sys.stdout.isatty():  # for programs: a person has the table, and --json
+        print("\n" + json.dumps(rounded(report)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    say = minispec.Parser(prog="bench.py", description="What speculation gains here, and why.")
+    say.add_argument("--quick", action="store_true", help="less of everything, under a minute")
+    say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
+    say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
+    say.add_argument("--json", metavar="FILE", help="also write the figures there")
+    return minispec.guard("bench.py", bench, say.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
