@@ -482,8 +482,8 @@ class Answer:
         return (
             f"{len(f['tokens'])} tokens, {f['tokens_per_second']:.1f} tokens/s, {accepted}, "
             f"{f['tokens_per_round']:.2f} tokens a round, {f['target_passes']} target passes; "
-            f"seconds: draft {self.draft:.2f}, verification {self.verification:.2f}, "
-            f"rest {self.seconds - self.draft - self.verification:.2f}; ended: {self.ended}"
+            f"draft {self.draft:.2f} s, verification {self.verification:.2f} s, "
+            f"rest {self.seconds - self.draft - self.verification:.2f} s; ended by {self.ended}"
         )
 
 

@@ -1,0 +1,166 @@
+"""Contract: bench.py reports what it measured, and predicts from nothing that it measured.
+
+A replay of known continuations goes through the very rounds of the real target; a ratio is printed
+only where both sides emitted equally many tokens; every clock stops on a synchronised device.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bench
+import minispec
+import model
+
+FOLDER = Path(__file__).parent / "data" / "oracles" / "llama_tied"
+PROMPT = [1, 2, 3, 1, 2]
+
+
+@pytest.fixture
+def target():
+    return model.load(FOLDER, model.numpy_backend("float64"))
+
+
+def answered(accepted, proposed, tokens=None):
+    """A round in which `accepted` of `proposed` proposals were accepted."""
+    ids = [0] * (accepted + 1) if tokens is None else tokens
+    return minispec.Round(ids, accepted, [0] * proposed, [], [], (0, 0), None)
+
+
+@pytest.mark.parametrize("K", [0, 1, 3, 8])
+def test_a_replay_goes_through_the_rounds_of_the_target(target, K):
+    N = target.context - len(PROMPT)
+    plain = list(minispec.autoregressive(target, PROMPT, max_new_tokens=N))
+
+    def rounds(model):
+        return list(minispec.generate(model, PROMPT, minispec.PromptLookup(), K, max_new_tokens=N))
+
+    real, replayed = rounds(target), rounds(bench.Replay([*PROMPT, *plain], target))
+    facts = [(r.tokens, r.accepted, r.proposals, r.ended) for r in real]
+    assert [(r.tokens, r.accepted, r.proposals, r.ended) for r in replayed] == facts
+    assert K == 0 or any(r.accepted for r in real), "nothing accepted: this shows too little"
+
+
+def test_tally_leaves_out_first_rounds_and_counts_by_position():
+    generations = [
+        [answered(2, 2), answered(1, 2), answered(2, 2)],
+        [answered(0, 2), answered(0, 1)],
+    ]
+    tally = bench.Tally.of(generations, K=3)
+    assert (tally.tokens, tally.rounds, tally.rows) == (6, 3, [3, 3, 2])
+    assert tally.acceptance == [2 / 3, 1 / 2, 0.0]  # of 3, 2 and no rounds that reached so far
+    assert tally.tokens_per_round == 2
+
+
+def generation(seconds, *rounds):
+    return minispec.Answer(rounds=list(rounds), seconds=seconds, first_round=1.0)
+
+
+def test_a_speedup_compares_rates_after_the_first_round():
+    plain = generation(5.0, *[answered(0, 0)] * 5)  # 4 tokens in 4 s
+    fast = generation(3.0, answered(0, 0), answered(1, 1), answered(1, 1))  # 4 tokens in 2 s
+    assert bench.speedup_of({"plain": [plain], 4: fast}, 4) == 2.0
+
+
+def test_no_speedup_where_the_outputs_differ_in_length():
+    plain, longer = generation(3.0, *[answered(0, 0)] * 3), generation(4.0, *[answered(0, 0)] * 4)
+    results = {"plain": [plain], 1: longer}
+    assert bench.speedup_of(results, 1) is None
+    prediction = {1: bench.Prediction(1.0, 0.0, 0.0)}
+    table = bench.configuration("x", [results], [1], prediction, {1: 1.0, 2: 1.5})
+    assert table["speedup"] is None and table["by_k"][0]["measured"] is None
+    assert "differ in length" in table["verdict"]
+
+
+def test_passes_are_timed_on_a_synchronised_device_after_a_warm_up(target):
+    """Every timed pass lies between two synchronisations, and each kind has one untimed before."""
+    events = []
+
+    class Watched(model.Model):
+        def __call__(self, tokens, cache, rows):
+            events.append(rows)
+            return super().__call__(tokens, cache, rows)
+
+    backend = dataclasses.replace(target.backend, synchronize=lambda: events.append("sync"))
+    watched = Watched(target.config, target.weights, backend, target.block)
+    times = bench.pass_seconds(watched, most_rows=2, context=8, repeats=3)
+    assert set(times) == {1, 2} and min(times.values()) > 0
+    assert events[1:] == ["sync", 1, "sync", "sync", 2, "sync"] * 4
+
+
+def test_prediction_is_the_cost_model(target, monkeypatch):
+    """Where the host costs nothing: tokens a round over the mean of v at the rounds' rows."""
+    plain = list(minispec.autoregressive(target, PROMPT, max_new_tokens=10))
+    rounds = list(minispec.generate(target, PROMPT, minispec.PromptLookup(), 2, max_new_tokens=10))
+    tally = bench.Tally.of([rounds], 2)
+    one_pass = {1: 10.0, 2: 12.0, 3: 13.0}  # seconds: the host's microseconds vanish beside them
+    got = bench.predict(target, [(PROMPT, plain)], 2, one_pass)
+    mean = np.mean([one_pass[T] for T in tally.rows])
+    assert got.speedup == pytest.approx(tally.tokens_per_round * 10 / mean, rel=1e-2)
+    assert 0 <= got.c < 1e-3 and 0 < got.overhead < 1e-2
+
+
+class StubTokenizer:
+    stop = frozenset()
+
+    def chat(self, text, system=None):
+        return [1, 2, 3, 1, 2, len(text) % 7]
+
+    def decode(self, ids, special=False):
+        return "".join(chr(97 + x % 26) for x in ids)
+
+
+@pytest.fixture
+def tiny(monkeypatch, target):
+    pair = (target, StubTokenizer(), minispec.PromptLookup())
+    monkeypatch.setattr(minispec, "load_pair", lambda *names: pair)
+    monkeypatch.setattr(
+        bench, "pass_seconds", lambda target, rows: {T: 1.0 * T for T in range(1, 10)}
+    )
+
+
+def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
+    assert bench.main(["--quick", "--json", str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert json.loads(out.splitlines()[-1]) == report
+    tables = out[out.index("v(T)") :].splitlines()[:-1]
+    assert max(map(len, tables)) <= 100
+    assert report["verification"]["auto"]["2"] == 2.0
+    for table in report["configurations"]:
+        assert [row["K"] for row in table["by_k"]] == [1, 2, 4, 8]
+        assert all(len(row["acceptance"]) == row["K"] for row in table["by_k"])
+        assert table["speedup"] == max(row["measured"] for row in table["by_k"])
+        assert str(table["best_k"]) in table["verdict"]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--json", "/nowhere/b.json"], "cannot write"),
+        (["--prompts", "/nowhere/p.json"], "p.json"),
+        (["--prompts", str(FOLDER / "config.json")], "measured"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tiny, capsys, options, words):
+    try:
+        status = bench.main(options)
+    except SystemExit as end:  # argparse's own way out
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and words in error and error.count("\n") == 1
+
+
+def test_committed_prompts_are_read_and_enough():
+    prompts = bench.read_prompts(bench.PROMPTS)
+    assert all(len(texts) >= 4 for texts in prompts["measured"].values())
+    measured = {t for texts in prompts["measured"].values() for t in texts}
+    assert not measured & {t for texts in prompts["calibration"].values() for t in texts}
+
+
+def test_rounded():
+    assert bench.rounded({"a": [1.23456, 7, None, "x"]}) == {"a": [1.235, 7, None, "x"]}
