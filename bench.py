@@ -283,9 +283,7 @@ def verdict(row: dict) -> str:
 
 # ---------------------------------------------------------------- output
 
-HEADER = (
-    "  K  tokens/round  rows/round  v(K+1)      c  overhead  predicted  measured  accepted at 1..K"
-)
+HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  % accepted at 1..K"
 
 
 def show(table: dict):
@@ -297,9 +295,9 @@ def show(table: dict):
         measured = "differ" if row["measured"] is None else f"{row['measured']:.2f}x"
         shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance"])
         print(
-            f"{row['K']:3} {row['tokens_per_round']:13.2f} {row['rows_per_round']:11.2f} "
-            f"{row['v']:7.2f} {row['c']:6.3f} {row['overhead']:9.3f} {row['predicted']:9.2f}x "
-            f"{measured:>9}  {shares}%"
+            f"{row['K']:2} {row['tokens_per_round']:12.2f} {row['rows_per_round']:10.2f} "
+            f"{row['v']:6.2f} {row['c']:5.3f} {row['overhead']:8.3f} {row['predicted']:8.2f}x "
+            f"{measured:>8}  {shares}"
         )
     print(table["verdict"])
 

