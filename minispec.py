@@ -127,6 +127,8 @@ class Randomness:
     """
 
     def __init__(self, seed: int | None = None):
+        if seed is not None and seed < 0:
+            raise ValueError(f"the seed must be >= 0, got {seed}")
         self.rng = np.random.default_rng(seed)
 
     def accept(self, a: float, b: float) -> bool:
@@ -545,14 +547,15 @@ class Tracer(Printer):
     """Shows each round as a table instead, with the coins that its verification tossed."""
 
     def __init__(self, tokenizer, coins: list[float]):
-        self.tokenizer, self.coins, self.rounds = tokenizer, coins, 0
+        self.tokenizer, self.coins, self.rounds, self.ids = tokenizer, coins, 0, []
 
     def show(self, r: Round):
         self.rounds += 1
+        self.ids += r.tokens
         print(f"round {self.rounds}: {r.accepted} of {len(r.proposals)} proposals accepted")
         for i, x in enumerate(r.proposals):
             coin = f"{self.coins[i]:.4f}" if i < len(self.coins) else "-"
-            verdict = "accepted" if i < r.accepted else "rejected" if coin != "-" else "not reached"
+            verdict = self.verdict(r, i)
             print(f"  {self.quote(x)} q {r.q[i]:.4f}  p {r.p[i]:.4f}  coin {coin:6}  {verdict}")
         for x in r.tokens[r.accepted :]:
             origin = "the residual" if r.accepted < len(r.proposals) else "p, as the bonus"
@@ -563,8 +566,15 @@ class Tracer(Printer):
     def quote(self, x: int) -> str:
         return f"{json.dumps(self.tokenizer.decode([x], special=True), ensure_ascii=False):18}"
 
+    def verdict(self, r: Round, i: int) -> str:
+        if i < r.accepted:
+            return "accepted"
+        if i >= len(self.coins):
+            return "not reached"
+        return "after the stop" if len(r.tokens) == r.accepted else "rejected"
+
     def end(self):
-        print()
+        print(f"\n{self.tokenizer.decode(self.ids)}")
 
 
 class WatchedRandomness(Randomness):

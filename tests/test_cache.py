@@ -2,8 +2,8 @@
 
 After every round, with t all tokens so far (prompt and emitted),
 
-    the target's cache holds t[:-1], the draft's a beginning of it (one fewer after full acceptance);
-    keys, values and logits equal those of one pass over the same tokens into an empty cache (1e-10);
+    the target's cache holds t[:-1], the draft's a beginning of it (one less if all were accepted);
+    keys, values and logits equal those of one pass over the same tokens, freshly cached (1e-10);
     entries at or past `length` are dead: NaN written there changes no output bit.
 
 Shown on tiny float64 checkpoints of every family, each drafted by a noisy copy of itself, so that
