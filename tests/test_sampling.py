@@ -254,12 +254,20 @@ def test_B02_one_hot_over_a_large_vocabulary():
         ([0.5, 0.41, 0.09], 0.9, [0.549451, 0.450549, 0]),
         ([0.5, 0.3, 0.15, 0.05], 0.6, [0.625, 0.375, 0, 0]),
         ([0.5, 0.3, 0.15, 0.05], 0.85, [0.526316, 0.315789, 0.157895, 0]),
-        ([0.5, 0.25, 0.125, 0.125], 0.75, [2 / 3, 1 / 3, 0, 0]),  # the sum is reached exactly
         (P, 0.85, [2 / 3, 1 / 3, 0]),
     ],
 )
 def test_B10_top_p_keeps_the_token_that_crosses_and_no_more(p, top_p, expected):
     assert np.allclose(law_by_hand(p, top_p=top_p), expected, rtol=0, atol=5e-7)
+
+
+def test_B10_top_p_reached_exactly_is_reached():
+    p = law_by_hand([0.5, 0.25, 0.125, 0.125], top_p=0.75)
+    assert np.allclose(p, [2 / 3, 1 / 3, 0, 0], rtol=0, atol=1e-15)
+
+
+def test_equal_tokens_at_the_edge_of_top_k_go_by_index():
+    assert law_by_hand([0.2, 0.3, 0.2, 0.3], top_k=3).round(9).tolist() == [0.25, 0.375, 0, 0.375]
 
 
 def test_B12_top_k_renormalises_before_top_p():
@@ -286,6 +294,17 @@ def test_fit_width_cuts_or_pads():
     assert minispec.fit_width(z, 3).tolist() == [3, 1, 2]
     assert minispec.fit_width(z, 2).tolist() == [3, 1]
     assert minispec.fit_width(z, 5).tolist() == [3, 1, 2, -np.inf, -np.inf]
+
+
+def test_prompt_lookup_by_hand():
+    draft = minispec.PromptLookup(longest=2, shortest=1)
+    draft.start(vocab=6, capacity=64)
+    propose = lambda tokens: draft.propose(tokens, 3, law=None, randomness=None)[0]  # noqa: E731
+    assert propose([1, 2, 3]) == []  # nothing occurred twice
+    assert propose([1, 2, 3, 4, 1, 2]) == [3, 4, 1]  # what followed 1, 2
+    assert propose([1, 2, 3, 4, 1, 2, 5, 2]) == [5, 2, 5]  # the latest 2, and on into the copy
+    assert propose([1, 2, 3, 4, 1, 2, 5, 2, 3]) == [4, 1, 2]  # 2, 3 is longer than 3
+    assert propose([1, 2, 3, 4, 1, 2, 5, 2, 3, 1, 2]) == [5, 2, 3]  # the latest 1, 2
 
 
 def lookup(tokens, K, longest, shortest):

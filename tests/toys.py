@@ -40,7 +40,7 @@ class Script:
         self.script, self.made, self.untried, self.probability = script, [], [], 1.0
 
     def accept(self, a, b):
-        chance = min(1.0, a / b) if b > 0 else 0.0
+        chance = a / max(a, b) if b > 0 else 0.0  # min(1, a / b), without its overflow
         return self.choose([1 - chance, chance]) == 1
 
     def categorical(self, distribution):
