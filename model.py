@@ -20,13 +20,16 @@ llama3. What is not implemented is refused by name when the checkpoint is loaded
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,20 +45,22 @@ class Backend:
     xp           a namespace with the functions of the Python array API standard
     device       what xp's creation functions take as `device`
     dtype        type of weights and activations, one of xp's
-    linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
     to_numpy     array on the device -> NumPy array on the host
     synchronize  returns once all queued work is done (clocks need it)
+    linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
     prepare      called with the weights of a model once they are loaded
+    during_pass  gives a context manager that surrounds every pass
     """
 
     name: str
     xp: Any
     device: Any
     dtype: Any
-    linear: Callable
     to_numpy: Callable
     synchronize: Callable
+    linear: Callable
     prepare: Callable = lambda weights: None
+    during_pass: Callable = contextlib.nullcontext
 
 
 def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
@@ -70,11 +75,9 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
     if way != "auto" and way not in WAYS:
         raise ValueError(f"the ways to multiply are auto, {', '.join(WAYS)}, not {way}")
     fastest = FastestWay()
-    linear = fastest if way == "auto" else WAYS[way]
-    prepare = fastest.measure if way == "auto" else lambda weights: None
-    return Backend(
-        "numpy", np, "cpu", np.dtype(dtype), linear, np.asarray, lambda: None, prepare
-    )  # fmt: skip
+    auto = dict(linear=fastest, prepare=fastest.measure, during_pass=one_blas_thread())
+    chosen = auto if way == "auto" else dict(linear=WAYS[way])
+    return Backend("numpy", np, "cpu", np.dtype(dtype), np.asarray, lambda: None, **chosen)
 
 
 # ---------------------------------------------------------------- matrix products on NumPy
@@ -82,8 +85,8 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
 # Speculative decoding lives from one fact: weights are read from memory once, however many rows
 # they are multiplied with. BLAS does not honour it for a few rows: from two rows on it first copies
 # the whole matrix into another order (packs it), which costs more than the product. The two ways
-# around that read W in place. Which one wins depends on the BLAS, the machine and the shape, so it
-# is measured.
+# around that, dots and tiles, read W in place. Which way wins depends on the BLAS, the machine, the
+# number of rows and the shape, so it is measured.
 
 SMALL_PRODUCT = 10**6  # OpenBLAS does not pack when rows x tile height x in is at most this
 
@@ -107,38 +110,82 @@ def by_tiles(x, W):  # [T, in], [out, in] -> [T, out]
     return y if whole == W.shape[0] else np.concat([y, np.matmul(x, W[whole:, :].T)], axis=1)
 
 
+def on_two_threads(way):
+    """The same product, the second half of W's rows by a second thread (a hand-over: ~50 us)."""
+
+    def product(x, W):
+        half = W.shape[0] // 128 * 64
+        second = SECOND_THREAD.submit(way, x, W[half:, :])
+        return np.concat([way(x, W[:half, :]), second.result()], axis=1)
+
+    return product
+
+
+SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
 WAYS = {"matmul": by_matmul, "dots": by_dots, "tiles": by_tiles}
+WAYS |= {f"{name}, 2 threads": on_two_threads(way) for name, way in WAYS.items()}
+
+
+def one_blas_thread() -> Callable:
+    """A context in which BLAS uses the calling thread only.
+
+    subtle: after each product, OpenBLAS's own threads spin for the next one, on the very core that
+    our second thread needs. Without threadpoolctl BLAS stays as it is, and our threads rarely win.
+    """
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return contextlib.nullcontext
+    return partial(ThreadpoolController().limit, limits=1, user_api="blas")
 
 
 class FastestWay:
-    """x @ W.T by the way that is fastest here for this number of rows.
+    """x @ W.T by the way that is fastest here for this number of rows and this shape of W.
 
-    `measure` tries every way on the largest matrices of the model, whose cost decides a pass, each
-    time on the next layer's, so that no try finds its weights in the cache.
+    `measure` tries every way on the matrices of the model, each time on the next layer's, so that
+    no try finds its weights in the cache. Shapes outside the layers go by the largest one inside.
     """
 
-    ROWS, TRIES = (1, 2, 3, 4, 5, 6, 8, 12, 16), 5
+    ROWS, TRIES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 64), 3
 
     def __init__(self):
-        self.milliseconds: dict[int, dict[str, float]] = {}  # rows -> way -> median
-        self.way = {}
+        self.milliseconds: dict[int, dict[str, float]] = {}  # rows -> way -> a layer's products
+        self.way: dict[tuple, Callable] = {}
+        self.prefill = by_matmul  # for more rows than are measured: there, packing pays
 
     def __call__(self, x, W):
-        # A prompt has more rows than are measured: there, packing pays.
-        return self.way.get(x.shape[0], by_matmul)(x, W)
+        T = x.shape[0]
+        way = self.way.get((T, W.shape)) or self.way.get((T, None), self.prefill)
+        return way(x, W)
 
     def measure(self, weights: dict):
-        largest = [max(layer.values(), key=lambda W: W.size) for layer in weights["layers"]]
-        following = itertools.cycle(largest)
-        for T in self.ROWS:
-            x = np.ones((T, largest[0].shape[1]), largest[0].dtype)
-            tries: dict[str, list[float]] = {name: [] for name in WAYS}
-            for name, way in list(WAYS.items()) * self.TRIES:  # in turn: a drift meets them all
-                tries[name].append(1e3 * _seconds(way, x, next(following)))
-            median = {name: sorted(tries[name])[self.TRIES // 2] for name in WAYS}
-            self.milliseconds[T], best = median, min(WAYS, key=median.get)
-            for rows in range(len(self.way) + 1, T + 1):
-                self.way[rows] = WAYS[best]
+        layers = [[W for W in layer.values() if W.ndim == 2] for layer in weights["layers"]]
+        largest = max((W.shape for W in layers[0]), key=math.prod)
+        with one_blas_thread()():
+            for below, T in itertools.pairwise((0, *self.ROWS)):
+                medians = self._try_all(T, layers)
+                self.milliseconds[T] = {
+                    way: sum(by_way[way] for by_way in medians.values()) for way in WAYS
+                }
+                for shape, by_way in medians.items():
+                    for rows in range(below + 1, T + 1):
+                        self.way[rows, shape] = WAYS[min(by_way, key=by_way.get)]
+                        if shape == largest:
+                            self.way[rows, None] = self.way[rows, shape]
+        most = self.milliseconds[self.ROWS[-1]]
+        self.prefill = WAYS[min("matmul", "matmul, 2 threads", key=most.get)]
+
+    def _try_all(self, T: int, layers: list) -> dict[tuple, dict[str, float]]:
+        """Shape -> way -> median milliseconds. The ways take turns: a drift meets them all."""
+        following, tries = itertools.cycle(layers), {}
+        for name, way in list(WAYS.items()) * self.TRIES:
+            for W in next(following):
+                x = np.ones((T, W.shape[1]), W.dtype)
+                tries.setdefault(W.shape, {}).setdefault(name, []).append(_seconds(way, x, W))
+        return {
+            shape: {name: 1e3 * sorted(t)[len(t) // 2] for name, t in by_way.items()}
+            for shape, by_way in tries.items()
+        }
 
 
 def _seconds(function, *args) -> float:
@@ -873,10 +920,10 @@ class Model:
             raise ValueError(f"{rows} rows of logits from {len(new)} tokens new to the cache")
         if len(tokens) > limit:
             raise ValueError(f"{len(tokens)} tokens do not fit: cache and context hold {limit}")
-        pieces = list(self._pieces(new, rows))
-        for piece in pieces:
-            x = self.hidden(piece, cache)
-        return self.backend.to_numpy(self.head(x[x.shape[0] - rows :, :]))
+        with self.backend.during_pass():
+            for piece in self._pieces(new, rows):
+                x = self.hidden(piece, cache)
+            return self.backend.to_numpy(self.head(x[x.shape[0] - rows :, :]))
 
     def _pieces(self, new: Sequence[int], rows: int) -> Iterator[Sequence[int]]:
         # The last piece must hold all the rows that are asked for.

@@ -11,8 +11,8 @@ import model
 
 
 @pytest.mark.parametrize("way", model.WAYS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 17])
-@pytest.mark.parametrize("out, width", [(7, 5), (64, 3), (131, 37), (200, 20_011)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize("out, width", [(7, 5), (64, 3), (131, 37), (300, 29), (70, 20_011)])
 def test_every_way_is_the_product(way, rows, out, width):
     rng = np.random.default_rng([rows, out, width])
     W, wide = rng.standard_normal((out, width)), rng.standard_normal((rows, 2 * width))
@@ -23,16 +23,47 @@ def test_every_way_is_the_product(way, rows, out, width):
 
 
 def test_the_fastest_measured_way_is_taken(monkeypatch):
-    """The clock is replaced: one way is told to be the quickest for one row, another for more."""
-    quickest = {1: "dots", 2: "tiles", 3: "matmul"}
-    monkeypatch.setattr(
-        model, "_seconds", lambda way, x, W: float(way is not model.WAYS[quickest[min(len(x), 3)]])
+    """The clock is replaced: which way is quickest depends on the rows and on the shape."""
+    quickest = {(6, 1): "dots", (6, 2): "tiles", (9, 1): "matmul, 2 threads", (9, 2): "dots"}
+
+    def seconds(way, x, W):
+        return float(way is not model.WAYS[quickest[len(W), min(len(x), 2)]])
+
+    monkeypatch.setattr(model, "_seconds", seconds)
+    fastest, layer = (
+        model.FastestWay(),
+        {"a": np.ones((6, 4)), "b": np.ones((9, 4)), "c": np.ones(4)},
     )
-    fastest = model.FastestWay()
-    fastest.measure({"layers": [{"a": np.ones((6, 4)), "b": np.ones(4)} for _ in range(2)]})
-    chosen = [fastest.way[T].__name__ for T in (1, 2, 3, 7, 16)]
-    assert chosen == ["by_dots", "by_tiles", "by_matmul", "by_matmul", "by_matmul"]
+    fastest.measure({"layers": [layer, layer]})
+    for (out, T), name in quickest.items():
+        assert fastest.way[T, (out, 4)] is model.WAYS[name]
+        assert fastest.way[T, None] is fastest.way[T, (9, 4)]  # as for the largest
+    assert fastest.way[7, (6, 4)] is fastest.way[64, (6, 4)] is model.by_tiles
     assert set(fastest.milliseconds) == set(fastest.ROWS)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 70])
+@pytest.mark.parametrize("out", [6, 13])
+def test_measured_or_not_every_shape_is_multiplied(rows, out):
+    fastest, x = model.FastestWay(), np.random.default_rng(0).standard_normal((rows, 4))
+    W = np.random.default_rng(1).standard_normal((out, 4))
+    np.testing.assert_allclose(fastest(x, W), x @ W.T, rtol=1e-12, atol=1e-12)
+    fastest.measure({"layers": [{"a": np.ones((6, 4))}]})
+    np.testing.assert_allclose(fastest(x, W), x @ W.T, rtol=1e-12, atol=1e-12)
+
+
+def test_blas_gets_its_threads_back_after_a_pass():
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="pip install threadpoolctl")
+
+    def threads():
+        return [
+            b["num_threads"] for b in threadpoolctl.threadpool_info() if b["user_api"] == "blas"
+        ]
+
+    before = threads()
+    with model.one_blas_thread()():
+        assert set(threads()) <= {1}
+    assert threads() == before
 
 
 def test_a_way_can_be_forced_and_must_exist():
