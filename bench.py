@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_info
 from tqdm import tqdm
 
 import minispec
@@ -43,16 +44,12 @@ GROUPS = {"chat and code": ("chat", "code"), "copy-heavy": ("copy",)}
 
 def machine() -> dict:
     """What the figures depend on, without anything that names the machine."""
-    about = dict(
+    keys = "internal_api", "version", "architecture", "num_threads"
+    return dict(
         system=platform.system(), processor=processor(), cores=os.cpu_count(),
         python=platform.python_version(), numpy=np.__version__,
+        blas=[{k: b.get(k) for k in keys} for b in threadpool_info()],
     )  # fmt: skip
-    try:
-        from threadpoolctl import threadpool_info
-    except ImportError:
-        return about
-    keys = "internal_api", "version", "architecture", "num_threads"
-    return about | {"blas": [{k: b.get(k) for k in keys} for b in threadpool_info()]}
 
 
 def processor() -> str:

@@ -130,12 +130,10 @@ def one_blas_thread() -> Callable:
     """A context in which BLAS uses the calling thread only.
 
     subtle: after each product, OpenBLAS's own threads spin for the next one, on the very core that
-    our second thread needs. Without threadpoolctl BLAS stays as it is, and our threads rarely win.
+    our second thread needs.
     """
-    try:
-        from threadpoolctl import ThreadpoolController
-    except ImportError:
-        return contextlib.nullcontext
+    from threadpoolctl import ThreadpoolController
+
     return partial(ThreadpoolController().limit, limits=1, user_api="blas")
 
 

@@ -6,6 +6,7 @@ here have remainders for every tile height, and rows come strided, as a slice of
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 import model
 
@@ -53,8 +54,6 @@ def test_measured_or_not_every_shape_is_multiplied(rows, out):
 
 
 def test_blas_gets_its_threads_back_after_a_pass():
-    threadpoolctl = pytest.importorskip("threadpoolctl", reason="pip install threadpoolctl")
-
     def threads():
         return [
             b["num_threads"] for b in threadpoolctl.threadpool_info() if b["user_api"] == "blas"
