@@ -535,8 +535,8 @@ def test_from_hub_goes_to_a_folder_of_its_own(weights, hub, capsys):
         (
             OSError("Got: ConnectError: no route\nmuch more"),
             ConnectionError,
-            r"cannot fetch org/model from the hub \(Got: ConnectError: no route\): check the network, "
-            "or the path if a local folder was meant$",
+            r"cannot fetch org/model from the hub \(Got: ConnectError: no route\): "
+            "check the network, or the path if a local folder was meant$",
         ),
         (RuntimeError(), ConnectionError, r"\(RuntimeError\)"),
         ("not found", FileNotFoundError, "org/model is neither a folder here nor a public model"),
