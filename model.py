@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,10 +74,11 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
     way = way or ("auto" if dtype == "float32" else "matmul")
     if way != "auto" and way not in WAYS:
         raise ValueError(f"the ways to multiply are auto, {', '.join(WAYS)}, not {way}")
+    place = "numpy", np, "cpu", np.dtype(dtype), np.asarray, lambda: None
+    if way != "auto":
+        return Backend(*place, linear=WAYS[way])
     fastest = FastestWay()
-    auto = dict(linear=fastest, prepare=fastest.measure, during_pass=one_blas_thread())
-    chosen = auto if way == "auto" else dict(linear=WAYS[way])
-    return Backend("numpy", np, "cpu", np.dtype(dtype), np.asarray, lambda: None, **chosen)
+    return Backend(*place, fastest, prepare=fastest.measure, during_pass=one_blas_thread())
 
 
 # ---------------------------------------------------------------- matrix products on NumPy
@@ -126,6 +127,7 @@ WAYS = {"matmul": by_matmul, "dots": by_dots, "tiles": by_tiles}
 WAYS |= {f"{name}, 2 threads": on_two_threads(way) for name, way in WAYS.items()}
 
 
+@cache
 def one_blas_thread() -> Callable:
     """A context in which BLAS uses the calling thread only.
 

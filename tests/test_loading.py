@@ -415,7 +415,8 @@ def test_only_files_that_the_index_names_are_opened(tmp_path, monkeypatch):
     opened, really_open = set(), io.open
 
     def watched(file, *args, **kwargs):
-        opened.add(Path(file).name)
+        if not str(file).startswith("/proc/"):  # threadpoolctl looks for the BLAS there
+            opened.add(Path(file).name)
         return really_open(file, *args, **kwargs)
 
     monkeypatch.setattr(io, "open", watched)
