@@ -690,20 +690,22 @@ class Tokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, prompt: str, system: str | None = None) -> list[int]:
-        """Ids of a conversation's beginning: the prompt as the user's turn, the answer's opened."""
-        import jinja2.sandbox  # a template is code from a download: it runs boxed in
+        """Ids of a conversation's beginning: the prompt as the user's turn, the answer's opened.
 
-        box = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        box.globals["raise_exception"] = _refuse
+        Raises ValueError with the template's own words where it fails or refuses.
+        """
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         special = {name: self._token(name) or "" for name in ("bos_token", "eos_token")}
         try:
-            text = box.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **special
+            text = (
+                _template_box()
+                .from_string(self.template)
+                .render(messages=messages, add_generation_prompt=True, **special)
             )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template fails: {error}; --raw does without it") from None
+        except Exception as error:  # a template is foreign code: it can fail in every way
+            why = " ".join(str(error).split())
+            raise ValueError(f"the chat template fails ({why}): --raw does without it") from None
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def _find_template(self, folder: Path) -> str | None:
@@ -730,8 +732,20 @@ def _json_if_there(path: Path) -> dict:
     return read_json(path) if path.is_file() else {}
 
 
-def _refuse(message: str):
-    raise ValueError(f"the chat template refuses this conversation: {message}")
+def _template_box():
+    """What Hugging Face templates may use, in jinja2's sandbox: they are code from a download."""
+    import jinja2.sandbox
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    box = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    box.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    box.globals["raise_exception"] = raise_exception
+    box.globals["strftime_now"] = time.strftime
+    return box
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer):

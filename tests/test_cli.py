@@ -1,0 +1,335 @@
+"""Contract: the command line answers, or says in one line what is wrong and ends with status 2.
+
+A tiny random checkpoint stands in for a real one: 300 ids, a byte-level tokenizer, a chat template.
+What a wrong input must not do: show a traceback, print a second line, leave anything on disk.
+"""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+import minispec
+import model
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = dict(
+    model_type="llama", vocab_size=300, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
+    num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=200,
+    tie_word_embeddings=True, eos_token_id=299,
+)  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_weights(folder, config, seed=0):
+    """Random weights of every shape that the config asks for."""
+    rng, c = np.random.default_rng(seed), model.llama_config(config)
+    tensors = {}
+    for name, key, letters in model.LLAMA_WEIGHTS:
+        for layer in range(c.layers if "{l}" in key else 1):
+            if name not in c.absent:
+                shape = [c.size(dim) for dim in letters.split()]
+                W = rng.standard_normal(shape) * 0.5 + ("norm" in name)
+                tensors["model." + key.format(l=layer)] = W.astype(np.float16)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+def save_tokenizer(folder, swap=False):
+    """Byte-level BPE without merges: 256 bytes, then fillers up to 299 ids, then the stop token."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    names = alphabet + [f"<filler {i}>" for i in range(299 - len(alphabet))]
+    if swap:
+        names[0], names[1] = names[1], names[0]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<end>"])
+    inner.save(str(folder / "tokenizer.json"))
+    about = dict(eos_token="<end>", chat_template=TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def checkpoint(folder, seed=0, swap=False, **changes):
+    folder.mkdir()
+    config = CONFIG | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_weights(folder, config, seed)
+    save_tokenizer(folder, swap)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("cli") / "target")
+
+
+@pytest.fixture
+def say(target, capsys, monkeypatch):
+    """say(*options) -> status, stdout, stderr of the command line on the tiny target."""
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+
+    def run(*options, prompt="hello hello hello"):
+        prompts = [] if prompt is None else [prompt]
+        try:
+            status = minispec.main(["--target", str(target), "-n", "12", *options, *prompts])
+        except SystemExit as end:  # argparse's own way out
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def command(*options, **kwargs):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "minispec.py"), *map(str, options)],
+        capture_output=True, text=True, timeout=60, **kwargs,
+    )  # fmt: skip
+
+
+# --- wrong input -------------------------------------------------------------------------------
+
+
+def assert_one_line(result, *words):
+    status, out, error = result
+    assert (status, out, error.count("\n")) == (2, "", 1), result
+    assert "Traceback" not in error and all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("options, word", [
+    (["-K", "-1"], "K must be >= 0"),
+    (["-K", "two"], "-K"),
+    (["-n", "-1"], "max_new_tokens"),
+    (["--temperature", "-1"], "temperature"),
+    (["--temperature", "nan"], "temperature"),
+    (["--top-p", "0"], "top_p"),
+    (["--top-p", "1.5"], "top_p"),
+    (["--top-k", "-1"], "top_k"),
+    (["--seed", "-1"], "seed"),
+    (["--json", "/nowhere/at/all.json"], "cannot write"),
+    (["--json", "/"], "cannot write"),
+    (["--draft", "nothing-of-the-kind"], "nothing-of-the-kind"),
+    (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
+    (["--verify", "magic"], "--verify"),
+    (["--no-such-option"], "--no-such-option"),
+])  # fmt: skip
+def test_a_wrong_option_is_one_line(say, options, word):
+    assert_one_line(say(*options), word)
+
+
+def test_an_empty_prompt_is_one_line(say, target):
+    assert_one_line(say(prompt=""), "empty")
+    piped = command("--target", target, input="")
+    assert_one_line((piped.returncode, piped.stdout, piped.stderr), "empty")
+
+
+def test_a_prompt_past_the_context_is_one_line(say):
+    assert_one_line(say(prompt="x" * 500), "context of 200")
+
+
+def truncated(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def wrong_shape(folder):
+    save_weights(folder, CONFIG | {"intermediate_size": 21})
+
+
+def unknown_family(folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "rnn"}))
+
+
+def missing_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def missing_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def nan_weights(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.nan
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage, words", [
+    (truncated, ["model.safetensors", "truncated"]),
+    (wrong_shape, ["[21, 12]", "[20, 12]", "gate_proj"]),
+    (unknown_family, ["rnn", "gpt2"]),
+    (missing_weights, ["model.safetensors"]),
+    (missing_tokenizer, ["tokenizer.json"]),
+    (nan_weights, ["NaN"]),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_one_line(say, target, tmp_path, damage, words):
+    folder = Path(shutil.copytree(target, tmp_path / "damaged"))
+    damage(folder)
+    before = sorted(tmp_path.rglob("*"))
+    status, out, error = say("--target", str(folder), "--json", str(tmp_path / "out.json"))
+    assert_one_line((status, out.strip(), error), *words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_draft_of_another_vocabulary_is_one_line(say, tmp_path):
+    draft = checkpoint(tmp_path / "draft", swap=True)
+    assert_one_line(say("--draft", str(draft)), "different vocabularies", "id 0")
+
+
+# --- right input -------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_padded_wider_works(say, tmp_path):
+    draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=320)
+    assert say("--draft", str(draft))[:2] == say("--draft", "none")[:2]
+
+
+FIELDS = dict(
+    version=str, target=str, draft=str, verify=str, K=int, seed=int, backend=str, device=str,
+    dtype=str, prompt_tokens=int, tokens=list, text=str, ended=str, seconds=float,
+    tokens_per_second=float, proposals=int, acceptance=float, tokens_per_round=float,
+    target_passes=int, seconds_draft=float, seconds_verification=float, seconds_sampling=float,
+    seconds_other=float,
+)  # fmt: skip
+
+
+def test_json_has_the_documented_fields_and_they_agree(say, target, tmp_path):
+    file = tmp_path / "out.json"
+    status, out, _ = say("--json", str(file), "--seed", "3", "--temperature", "1")
+    data = json.loads(file.read_text())
+    kinds = {name: type(data[name]) for name in FIELDS if data[name] is not None}
+    assert status == 0 and kinds == {name: FIELDS[name] for name in kinds}
+    assert set(FIELDS) <= set(data) and kinds.keys() >= FIELDS.keys() - {"acceptance"}
+    assert data["tokens_per_round"] == len(data["tokens"]) / data["target_passes"]
+    assert data["text"] == out.removesuffix("\n") and "<end>" not in data["text"]
+    assert data["text"] == model.Tokenizer(target).decode(data["tokens"])
+    parts = sum(data[f"seconds_{part}"] for part in ("draft", "verification", "sampling", "other"))
+    assert parts == pytest.approx(data["seconds"]) and min(parts, data["seconds_other"]) >= 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_every_draft_gives_plain_decodings_text_at_temperature_0(say, target):
+    m, tokenizer = model.load(target), model.Tokenizer(target)
+    ids = tokenizer.chat("hello hello hello")
+    plain = minispec.autoregressive(m, ids, max_new_tokens=12, stop=tokenizer.stop)
+    text = tokenizer.decode(list(plain)) + "\n"
+    assert say("--draft", "none")[1] == say("--draft", "ngram")[1] == text
+    assert say("--draft", str(target))[1] == text
+
+
+def test_a_seed_repeats_a_run(say):
+    hot = ["--temperature", "2", "-n", "20"]
+    assert say("--seed", "5", *hot)[1] == say("--seed", "5", *hot)[1] != say("--seed", "6", *hot)[1]
+
+
+def test_a_pipe_and_a_dash_read_standard_input(say, target):
+    expected = say("-n", "5")[1]
+    for dash in ([], ["-"]):
+        piped = command("--target", target, "-n", 5, *dash, input="hello hello hello")
+        assert (piped.returncode, piped.stdout) == (0, expected)
+        assert "\033" not in piped.stdout + piped.stderr
+
+
+def test_raw_continues_the_text_and_system_reaches_the_template(say, tmp_path):
+    def prompt_tokens(*options):
+        say("--json", str(tmp_path / "n.json"), *options)
+        return json.loads((tmp_path / "n.json").read_text())["prompt_tokens"]
+
+    text = "hello hello hello"
+    assert prompt_tokens("--raw") == len(text)
+    assert prompt_tokens() == len(f"<user>{text}\n<assistant>")
+    assert prompt_tokens("--system", "be brief") == len(
+        f"<system>be brief\n<user>{text}\n<assistant>"
+    )
+
+
+def on_a_terminal(target, **environment):
+    """What the command writes to a terminal that is both its stdout and its stderr."""
+    ours, theirs = pty.openpty()
+    arguments = [
+        sys.executable,
+        str(ROOT / "minispec.py"),
+        "--target",
+        str(target),
+        "-n",
+        "5",
+        "hi hi hi",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        shown = b""
+        try:
+            while data := os.read(ours, 1000):
+                shown += data
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+    os.close(ours)
+    return shown.decode()
+
+
+def test_a_terminal_gets_colours_and_a_legend(target):
+    shown = on_a_terminal(target)
+    legend, *rest = shown.splitlines()
+    assert all(word in legend for word in ("accepted", "corrected", "bonus"))
+    assert minispec.BONUS in "".join(rest)
+
+
+def test_no_color_is_respected(target):
+    assert "\033" not in on_a_terminal(target, NO_COLOR="1")
+
+
+def test_trace_shows_coins_that_decide(say):
+    status, out, _ = say("--trace", "--seed", "1", "--temperature", "0.5", "-n", "40")
+    rows = [line.split('"')[-1].split() for line in out.splitlines() if " coin " in line]
+    assert status == 0 and len(rows) > 3
+    for _, q, _, p, _, coin, *verdict in rows:
+        if verdict != ["not", "reached"]:
+            held = float(coin) * float(q) < float(p)
+            assert held == (verdict != ["rejected"]), (q, p, coin, verdict)
+    assert {tuple(row[6:]) for row in rows} >= {("rejected",), ("not", "reached")}
+
+
+class Interrupting(minispec.PromptLookup):
+    def propose(self, tokens, K, law, randomness):
+        if len(tokens) > 50:
+            raise KeyboardInterrupt
+        return super().propose(tokens, K, law, randomness)
+
+
+def test_ctrl_c_ends_with_the_summary(say, tmp_path, monkeypatch):
+    monkeypatch.setitem(minispec.DRAFTS, "ngram", Interrupting)
+    status, out, error = say("--json", str(tmp_path / "out.json"), "-n", "100")
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert (status, data["ended"], error.count("\n")) == (130, "interrupted", 1)
+    assert "ended by interrupted" in error and 0 < len(data["tokens"]) < 100
+    assert out == data["text"] + "\n"
+
+
+def test_a_closed_pipe_is_no_traceback(target):
+    line = f"{sys.executable} {ROOT / 'minispec.py'} --target {target} -n 150 hi | head -c 3"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert len(done.stdout) <= 3 and "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_import_is_quick():
+    def seconds(code):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        return time.perf_counter() - started
+
+    best = {code: min(seconds(code) for _ in range(3)) for code in ("pass", "import minispec")}
+    assert best["import minispec"] - best["pass"] < 0.3
