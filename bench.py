@@ -188,24 +188,24 @@ class Prediction:
 
 
 def predict(target, known: Sequence[tuple], K: int, one_pass: dict[int, float]) -> Prediction:
-    """From pass times alone and replays of `known` (prompt, its plain continuation)."""
+    """From pass times and replays of `known` (prompt, plain continuation); medians over those."""
+    each = [predict_one(target, prompt, more, K, one_pass) for prompt, more in known]
+    return Prediction(*(statistics.median(values) for values in zip(*each)))
 
+
+def predict_one(target, prompt, more, K, one_pass) -> tuple[float, float, float]:
     def replay(draft, K):
-        answers = [
-            run(Replay([*prompt, *more], target), prompt, draft, K, max_new_tokens=len(more))
-            for prompt, more in known
-        ]
-        tally = Tally.of([a.rounds for a in answers], K)
-        host = sum(a.seconds - a.verification for a in answers)
-        return answers, tally, host / sum(len(a.rounds) for a in answers)
+        replayed = Replay([*prompt, *more], target)
+        answer = run(replayed, prompt, draft, K, max_new_tokens=len(more))
+        host = (answer.seconds - answer.verification) / len(answer.rounds)
+        return answer, Tally.of([answer.rounds], K), host
 
     _, _, plain_host = replay(None, 0)
-    answers, tally, host = replay(PromptLookup(), K)
-    plain_seconds = one_pass[1] + plain_host
+    answer, tally, host = replay(PromptLookup(), K)
     round_seconds = statistics.fmean(one_pass[T] for T in tally.rows) + host
-    proposals = sum(len(r.proposals) for a in answers for r in a.rounds)
-    c = sum(a.draft for a in answers) / max(1, proposals) / one_pass[1]
-    return Prediction(plain_seconds * tally.tokens_per_round / round_seconds, c, host / one_pass[1])
+    speedup = (one_pass[1] + plain_host) * tally.tokens_per_round / round_seconds
+    proposals = sum(len(r.proposals) for r in answer.rounds)
+    return speedup, answer.draft / max(1, proposals) / one_pass[1], host / one_pass[1]
 
 
 # ---------------------------------------------------------------- measurement
@@ -228,11 +228,19 @@ def measure_prompt(target, prompt, stop, Ks, most_tokens: int, tick) -> dict:
         return result
 
     results: dict = {"plain": [answer(None, 0)]}
+    check_length(results["plain"][0].tokens, Ks)
     for i, K in enumerate(Ks):
         results[K] = answer(PromptLookup(), K)
         if i % 2:
             results["plain"].append(answer(None, 0))
     return results
+
+
+def check_length(tokens, Ks):
+    if len(tokens) < 2 * (max(Ks) + 1):
+        raise ValueError(
+            f"an answer of {len(tokens)} tokens is too short to time: change the prompt"
+        )
 
 
 def speedup_of(results: dict, K: int) -> float | None:
@@ -246,19 +254,27 @@ def plain_rate(results: dict) -> float:
     return statistics.median(decoding_rate(p) for p in results["plain"])
 
 
+def at_K(results: list[dict], K: int, prediction: Prediction, v: float) -> dict:
+    """One row of a table: medians over the prompts, acceptance over all rounds."""
+    tallies = [Tally.of([r[K].rounds], K) for r in results]
+    speedups = [speedup_of(r, K) for r in results]
+    alike = None not in speedups
+    tokens = [t.tokens_per_round for t in tallies]
+    return dict(
+        K=K, acceptance=Tally.of([r[K].rounds for r in results], K).acceptance,
+        tokens_per_round=statistics.median(tokens),
+        rows_per_round=statistics.median(statistics.fmean(t.rows) for t in tallies),
+        v=v, c=prediction.c, overhead=prediction.overhead, predicted=prediction.speedup,
+        measured=statistics.median(speedups) if alike else None,
+        spread=[min(speedups), max(speedups)] if alike else None,
+        cost=statistics.median(t / s for t, s in zip(tokens, speedups)) if alike else None,
+        identical=sum(r[K].tokens == r["plain"][0].tokens for r in results),
+    )  # fmt: skip
+
+
 def configuration(name, results: list[dict], Ks, predictions, v) -> dict:
     """One table: what was predicted and measured for every K, and which K is the best."""
-    by_k = []
-    for K in Ks:
-        speedups = [s for r in results if (s := speedup_of(r, K)) is not None]
-        tally = Tally.of([r[K].rounds for r in results], K)
-        by_k.append(dict(
-            K=K, acceptance=tally.acceptance, tokens_per_round=tally.tokens_per_round,
-            rows_per_round=statistics.fmean(tally.rows), v=v[K + 1], c=predictions[K].c,
-            overhead=predictions[K].overhead, predicted=predictions[K].speedup,
-            measured=statistics.median(speedups) if len(speedups) == len(results) else None,
-            identical=sum(r[K].tokens == r["plain"][0].tokens for r in results),
-        ))  # fmt: skip
+    by_k = [at_K(results, K, predictions[K], v[K + 1]) for K in Ks]
     best = max(by_k, key=lambda row: row["measured"] or 0.0)
     return dict(
         name=name, target="default", draft="ngram", verification="token", quantize=None,
@@ -271,10 +287,10 @@ def configuration(name, results: list[dict], Ks, predictions, v) -> dict:
 def verdict(row: dict) -> str:
     if row["measured"] is None:
         return "no speedup: plain and speculative outputs differ in length"
-    tokens, gain = row["tokens_per_round"], row["measured"]
+    low, high = row["spread"]
     return (
-        f"{gain:.2f}x at K={row['K']}, the best: a round yields {tokens:.2f} tokens and costs "
-        f"{tokens / gain:.2f} plain steps"
+        f"{row['measured']:.2f}x at K={row['K']}, the best ({low:.2f}x to {high:.2f}x): a round "
+        f"yields {row['tokens_per_round']:.2f} tokens and costs {row['cost']:.2f} plain steps"
     )
 
 

@@ -71,6 +71,7 @@ def test_no_speedup_where_the_outputs_differ_in_length():
     assert bench.speedup_of(results, 1) is None
     prediction = {1: bench.Prediction(1.0, 0.0, 0.0)}
     table = bench.configuration("x", [results], [1], prediction, {1: 1.0, 2: 1.5})
+    assert table["by_k"][0]["cost"] is None
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
 
@@ -164,3 +165,23 @@ def test_committed_prompts_are_read_and_enough():
 
 def test_rounded():
     assert bench.rounded({"a": [1.23456, 7, None, "x"]}) == {"a": [1.235, 7, None, "x"]}
+
+
+def test_rows_are_medians_over_prompts():
+    def prompt(seconds):  # K=1: two tokens a round; `seconds` for 3 rounds, plain 6 s for 6 tokens
+        plain = generation(7.0, *[answered(0, 0)] * 7)
+        return {
+            "plain": [plain],
+            1: generation(1.0 + seconds, answered(0, 0), *[answered(1, 1)] * 3),
+        }
+
+    results = [prompt(3.0), prompt(2.0), prompt(6.0)]
+    row = bench.at_K(results, 1, bench.Prediction(1.5, 0.1, 0.2), v=1.25)
+    assert (row["measured"], row["spread"]) == (2.0, [1.0, 3.0])
+    assert (row["tokens_per_round"], row["cost"], row["rows_per_round"]) == (2, 1.0, 2)
+
+
+def test_an_answer_too_short_to_time_is_refused():
+    with pytest.raises(ValueError, match="too short"):
+        bench.check_length([1] * 17, [1, 8])
+    bench.check_length([1] * 18, [1, 8])
