@@ -288,9 +288,10 @@ def verdict(row: dict) -> str:
     if row["measured"] is None:
         return "no speedup: plain and speculative outputs differ in length"
     low, high = row["spread"]
+    spread = f" ({low:.2f}x to {high:.2f}x)" if low < high else ""
     return (
-        f"{row['measured']:.2f}x at K={row['K']}, the best ({low:.2f}x to {high:.2f}x): a round "
-        f"yields {row['tokens_per_round']:.2f} tokens and costs {row['cost']:.2f} plain steps"
+        f"{row['measured']:.2f}x at K={row['K']}, the best{spread}: a round yields "
+        f"{row['tokens_per_round']:.2f} tokens and costs {row['cost']:.2f} plain steps"
     )
 
 
@@ -301,7 +302,7 @@ HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  %
 
 def show(table: dict):
     print(
-        f"\nprompt lookup, {table['name']} ({table['prompts']} prompts), against plain decoding at "
+        f"\nprompt lookup, {table['name']} (prompts: {table['prompts']}), against plain decoding at "
         f"{table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
     )
     for row in table["by_k"]:
