@@ -302,8 +302,8 @@ HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  %
 
 def show(table: dict):
     print(
-        f"\nprompt lookup, {table['name']} (prompts: {table['prompts']}), against plain decoding at "
-        f"{table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
+        f"\nprompt lookup, {table['name']} (prompts: {table['prompts']}), against "
+        f"plain decoding at {table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
     )
     for row in table["by_k"]:
         measured = "differ" if row["measured"] is None else f"{row['measured']:.2f}x"

@@ -78,8 +78,8 @@ def write_conversations(model, tokenizer, rng) -> list[list[int]]:
 
 def draw(logits, temperature, rng):  # [B, V], [B] -> [B]
     """One token a row by the Gumbel-max trick; temperature 0 is the argmax."""
-    noise = rng.gumbel(size=logits.shape).astype(np.float32)
-    return np.argmax(logits + temperature[:, None].astype(np.float32) * noise, axis=-1)
+    gumbel = -np.log(rng.standard_exponential(logits.shape, dtype=np.float32))
+    return np.argmax(logits + temperature[:, None].astype(np.float32) * gumbel, axis=-1)
 
 
 def cut(row: list[int], start: int, end: int) -> list[int]:
