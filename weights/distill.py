@@ -78,7 +78,8 @@ def write_conversations(model, tokenizer, rng) -> list[list[int]]:
 
 def draw(logits, temperature, rng):  # [B, V], [B] -> [B]
     """One token a row by the Gumbel-max trick; temperature 0 is the argmax."""
-    gumbel = -np.log(rng.standard_exponential(logits.shape, dtype=np.float32))
+    exponential = rng.standard_exponential(logits.shape, dtype=np.float32)
+    gumbel = -np.log(np.maximum(exponential, 1e-30))  # a float32 exponential can be exactly 0
     return np.argmax(logits + temperature[:, None].astype(np.float32) * gumbel, axis=-1)
 
 
