@@ -122,9 +122,10 @@ def on_two_threads(way):
     return product
 
 
+TWO = ", 2 threads"
 SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
 WAYS = {"matmul": by_matmul, "dots": by_dots, "tiles": by_tiles}
-WAYS |= {f"{name}, 2 threads": on_two_threads(way) for name, way in WAYS.items()}
+WAYS |= {name + TWO: on_two_threads(way) for name, way in WAYS.items()}
 
 
 @cache
@@ -143,7 +144,7 @@ class FastestWay:
     """x @ W.T by the way that is fastest here for this number of rows and this shape of W.
 
     `measure` tries every way on the matrices of the model, each time on the next layer's, so that
-    no try finds its weights in the cache. Shapes outside the layers go by the largest one inside.
+    no try finds its weights in the cache.
     """
 
     ROWS, TRIES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 64), 3
@@ -154,36 +155,35 @@ class FastestWay:
         self.prefill = by_matmul  # for more rows than are measured: there, packing pays
 
     def __call__(self, x, W):
-        T = x.shape[0]
-        way = self.way.get((T, W.shape)) or self.way.get((T, None), self.prefill)
-        return way(x, W)
+        return self.way.get((x.shape[0], W.shape), self.prefill)(x, W)
 
     def measure(self, weights: dict):
         layers = [[W for W in layer.values() if W.ndim == 2] for layer in weights["layers"]]
-        largest = max((W.shape for W in layers[0]), key=math.prod)
+        head = weights.get("head", weights["embed"])
         with one_blas_thread()():
             for below, T in itertools.pairwise((0, *self.ROWS)):
-                medians = self._try_all(T, layers)
-                self.milliseconds[T] = {
-                    way: sum(by_way[way] for by_way in medians.values()) for way in WAYS
-                }
-                for shape, by_way in medians.items():
+                by_shape = self._medians(T, layers, WAYS)
+                layer = {way: sum(ms[way] for ms in by_shape.values()) for way in WAYS}
+                self.milliseconds[T] = layer
+                if T < self.ROWS[-1]:
+                    # The head is far larger: what is quick for a layer, on one thread or on two.
+                    best = min(layer, key=layer.get).removesuffix(TWO)
+                    by_shape |= self._medians(T, [[head]], (best, best + TWO))
+                for shape, ms in by_shape.items():
                     for rows in range(below + 1, T + 1):
-                        self.way[rows, shape] = WAYS[min(by_way, key=by_way.get)]
-                        if shape == largest:
-                            self.way[rows, None] = self.way[rows, shape]
-        most = self.milliseconds[self.ROWS[-1]]
-        self.prefill = WAYS[min("matmul", "matmul, 2 threads", key=most.get)]
+                        self.way[rows, shape] = WAYS[min(ms, key=ms.get)]
+        self.prefill = WAYS[min("matmul", "matmul" + TWO, key=layer.get)]
 
-    def _try_all(self, T: int, layers: list) -> dict[tuple, dict[str, float]]:
+    def _medians(self, T: int, layers: list, ways) -> dict[tuple, dict[str, float]]:
         """Shape -> way -> median milliseconds. The ways take turns: a drift meets them all."""
         following, tries = itertools.cycle(layers), {}
-        for name, way in list(WAYS.items()) * self.TRIES:
+        for name in list(ways) * self.TRIES:
             for W in next(following):
                 x = np.ones((T, W.shape[1]), W.dtype)
-                tries.setdefault(W.shape, {}).setdefault(name, []).append(_seconds(way, x, W))
+                spent = 1e3 * _seconds(WAYS[name], x, W)
+                tries.setdefault(W.shape, {}).setdefault(name, []).append(spent)
         return {
-            shape: {name: 1e3 * sorted(t)[len(t) // 2] for name, t in by_way.items()}
+            shape: {name: sorted(ms)[len(ms) // 2] for name, ms in by_way.items()}
             for shape, by_way in tries.items()
         }
 

@@ -25,7 +25,8 @@ def test_every_way_is_the_product(way, rows, out, width):
 
 def test_the_fastest_measured_way_is_taken(monkeypatch):
     """The clock is replaced: which way is quickest depends on the rows and on the shape."""
-    quickest = {(6, 1): "dots", (6, 2): "tiles", (9, 1): "matmul, 2 threads", (9, 2): "dots"}
+    quickest = {(6, 1): "dots", (6, 2): "tiles", (9, 1): "dots, 2 threads", (9, 2): "tiles"}
+    quickest |= {(20, 1): "dots, 2 threads", (20, 2): "tiles"}  # the head
 
     def seconds(way, x, W):
         return float(way is not model.WAYS[quickest[len(W), min(len(x), 2)]])
@@ -35,21 +36,20 @@ def test_the_fastest_measured_way_is_taken(monkeypatch):
         model.FastestWay(),
         {"a": np.ones((6, 4)), "b": np.ones((9, 4)), "c": np.ones(4)},
     )
-    fastest.measure({"layers": [layer, layer]})
+    fastest.measure({"layers": [layer, layer], "embed": np.ones((20, 4))})
     for (out, T), name in quickest.items():
-        assert fastest.way[T, (out, 4)] is model.WAYS[name]
-        assert fastest.way[T, None] is fastest.way[T, (9, 4)]  # as for the largest
+        assert fastest.way[T, (out, 4)] is model.WAYS[name], (out, T)
     assert fastest.way[7, (6, 4)] is fastest.way[64, (6, 4)] is model.by_tiles
     assert set(fastest.milliseconds) == set(fastest.ROWS)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 70])
-@pytest.mark.parametrize("out", [6, 13])
+@pytest.mark.parametrize("out", [6, 13, 200])
 def test_measured_or_not_every_shape_is_multiplied(rows, out):
     fastest, x = model.FastestWay(), np.random.default_rng(0).standard_normal((rows, 4))
     W = np.random.default_rng(1).standard_normal((out, 4))
     np.testing.assert_allclose(fastest(x, W), x @ W.T, rtol=1e-12, atol=1e-12)
-    fastest.measure({"layers": [{"a": np.ones((6, 4))}]})
+    fastest.measure({"layers": [{"a": np.ones((6, 4))}], "embed": np.ones((200, 4))})
     np.testing.assert_allclose(fastest(x, W), x @ W.T, rtol=1e-12, atol=1e-12)
 
 
