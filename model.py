@@ -159,33 +159,34 @@ class FastestWay:
 
     def measure(self, weights: dict):
         layers = [[W for W in layer.values() if W.ndim == 2] for layer in weights["layers"]]
-        head = weights.get("head", weights["embed"])
+        head = [[weights.get("head", weights["embed"])]]
         with one_blas_thread()():
-            for below, T in itertools.pairwise((0, *self.ROWS)):
-                by_shape = self._medians(T, layers, WAYS)
-                layer = {way: sum(ms[way] for ms in by_shape.values()) for way in WAYS}
-                self.milliseconds[T] = layer
-                if T < self.ROWS[-1]:
-                    # The head is far larger: what is quick for a layer, on one thread or on two.
-                    best = min(layer, key=layer.get).removesuffix(TWO)
-                    by_shape |= self._medians(T, [[head]], (best, best + TWO))
-                for shape, ms in by_shape.items():
-                    for rows in range(below + 1, T + 1):
-                        self.way[rows, shape] = WAYS[min(ms, key=ms.get)]
-        self.prefill = WAYS[min("matmul", "matmul" + TWO, key=layer.get)]
+            found = self._try(layers, {T: WAYS for T in self.ROWS})
+            for T in self.ROWS:
+                of_T = [ms for (rows, _), ms in found.items() if rows == T]
+                self.milliseconds[T] = {way: sum(ms[way] for ms in of_T) for way in WAYS}
+            # The head is far larger: what is quick for a layer, on one thread or on two.
+            best = {T: min(ms, key=ms.get).removesuffix(TWO) for T, ms in self.milliseconds.items()}
+            found |= self._try(head, {T: (best[T], best[T] + TWO) for T in self.ROWS[:-1]})
+        below = dict(itertools.pairwise((*self.ROWS[::-1], 0)))
+        for (T, shape), ms in found.items():
+            for rows in range(below[T] + 1, T + 1):
+                self.way[rows, shape] = WAYS[min(ms, key=ms.get)]
+        most = self.milliseconds[self.ROWS[-1]]
+        self.prefill = WAYS[min("matmul", "matmul" + TWO, key=most.get)]
 
-    def _medians(self, T: int, layers: list, ways) -> dict[tuple, dict[str, float]]:
-        """Shape -> way -> median milliseconds. The ways take turns: a drift meets them all."""
-        following, tries = itertools.cycle(layers), {}
-        for name in list(ways) * self.TRIES:
-            for W in next(following):
-                x = np.ones((T, W.shape[1]), W.dtype)
-                spent = 1e3 * _seconds(WAYS[name], x, W)
-                tries.setdefault(W.shape, {}).setdefault(name, []).append(spent)
-        return {
-            shape: {name: sorted(ms)[len(ms) // 2] for name, ms in by_way.items()}
-            for shape, by_way in tries.items()
-        }
+    def _try(self, layers: list, ways: dict) -> dict[tuple, dict[str, float]]:
+        """(rows, shape) -> way -> milliseconds of the best of TRIES. ways: rows -> names.
+
+        One try of everything, then the next of everything: a bad moment cannot decide.
+        """
+        following, found = itertools.cycle(layers), {}
+        for T, names in list(ways.items()) * self.TRIES:
+            for name, W in ((name, W) for name in names for W in next(following)):
+                spent = 1e3 * _seconds(WAYS[name], np.ones((T, W.shape[1]), W.dtype), W)
+                ms = found.setdefault((T, W.shape), {})
+                ms[name] = min(spent, ms.get(name, math.inf))
+        return found
 
 
 def _seconds(function, *args) -> float:
