@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -654,10 +653,17 @@ EXAMPLE = "Explain in two sentences why the sky is blue."
 
 def write_json(file: str | Path, data: dict):
     """Write beside the file, then rename: a reader never meets half of it."""
-    file = Path(file)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as out:
-        json.dump(data, out, indent=1)
-    os.replace(out.name, file)
+    file, text = Path(file), json.dumps(data, indent=1) + "\n"
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        # /dev/stdout, a pipe, a link to a file: these are written to, not replaced.
+        file.write_text(text)
+        return
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text)
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_writable(file: str | None):

@@ -221,6 +221,25 @@ def test_json_has_the_documented_fields_and_they_agree(say, target, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_json_to_a_link_or_a_pipe_does_not_replace_it(tmp_path):
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "real.json")
+    minispec.write_json(link, {"a": 1})
+    assert link.is_symlink() and json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    minispec.write_json(pipe, {"a": 2})
+    assert pipe.is_fifo() and json.loads(os.read(reader, 1000)) == {"a": 2}
+    os.close(reader)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        minispec.write_json(tmp_path / "a.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_draft_gives_plain_decodings_text_at_temperature_0(say, target):
     m, tokenizer = model.load(target), model.Tokenizer(target)
     ids = tokenizer.chat("hello hello hello")
