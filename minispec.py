@@ -205,7 +205,8 @@ class ModelDraft(Drafter):
 
     def propose(self, tokens, K, law, randomness):
         proposals, q = [], []
-        K = min(K, self.model.context - len(tokens) + 1)  # past its context: nothing
+        # The last proposal is never fed, so it may lie one past the context; further on: none.
+        K = min(K, self.model.context - len(tokens) + 1)
         for _ in range(K):
             logits = self.model(tokens + proposals, self.cache, rows=1)[0]
             q.append(law(fit_width(logits, self.vocab)))
