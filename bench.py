@@ -359,6 +359,15 @@ def first_answer(target, tokenizer):
         raise KeyboardInterrupt
 
 
+def by_group(prompts: dict, each: int | None) -> dict[str, list]:
+    """{kind: [prompt]} -> {group: [prompt]}, the first `each` of every kind."""
+    return {g: [p for kind in kinds for p in prompts[kind][:each]] for g, kinds in GROUPS.items()}
+
+
+def plain_continuation(target, prompt, most_tokens: int, stop) -> list[int]:
+    return list(minispec.autoregressive(target, prompt, max_new_tokens=most_tokens, stop=stop))
+
+
 def bench(args: argparse.Namespace):
     minispec.check_writable(args.json)
     prompts = read_prompts(args.prompts)
@@ -374,19 +383,14 @@ def bench(args: argparse.Namespace):
     v = {T: s / one_pass[1] for T, s in one_pass.items()}
 
     known = {
-        group: [(p, list(minispec.autoregressive(target, p, max_new_tokens=most_tokens,
-                                                 stop=tokenizer.stop)))
-                for kind in kinds for p in ids["calibration"][kind][:each]]
-        for group, kinds in GROUPS.items()
-    }  # fmt: skip
+        group: [(p, plain_continuation(target, p, most_tokens, tokenizer.stop)) for p in prompts]
+        for group, prompts in by_group(ids["calibration"], each).items()
+    }
     predictions = {
         group: {K: predict(target, known[group], K, one_pass) for K in Ks} for group in GROUPS
     }
 
-    chosen = {
-        g: [p for kind in kinds for p in ids["measured"][kind][:each]]
-        for g, kinds in GROUPS.items()
-    }
+    chosen = by_group(ids["measured"], each)
     runs = sum(map(len, chosen.values())) * (1 + len(Ks) + len(Ks) // 2)
     with tqdm(total=runs, desc="measuring", unit="run", file=sys.stderr) as bar:
         results = {

@@ -645,7 +645,6 @@ def prompt_ids(args: argparse.Namespace, tokenizer) -> list[int]:
         return tokenizer.encode(text)
     if not tokenizer.template:
         print("no chat template here: continuing the text, as with --raw", file=sys.stderr)
-        return tokenizer.encode(text)
     return tokenizer.chat(text, args.system)
 
 

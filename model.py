@@ -693,8 +693,11 @@ class Tokenizer:
     def chat(self, prompt: str, system: str | None = None) -> list[int]:
         """Ids of a conversation's beginning: the prompt as the user's turn, the answer's opened.
 
+        A model without a template, such as GPT-2, gets the plain text, system message first.
         Raises ValueError with the template's own words where it fails or refuses.
         """
+        if self.template is None:
+            return self.encode("\n\n".join(filter(None, (system, prompt))))
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         special = {name: self._token(name) or "" for name in ("bos_token", "eos_token")}

@@ -199,8 +199,11 @@ def test_a_template_that_fails_is_one_clear_line(tmp_path, template, words):
     assert "\n" not in str(caught.value)
 
 
-def test_no_template_is_known_as_none(tmp_path):
-    assert model.Tokenizer(folder_of(tmp_path)).template is None
+def test_without_a_template_the_text_itself_is_continued(tmp_path):
+    tokenizer = model.Tokenizer(folder_of(tmp_path))
+    assert tokenizer.template is None
+    assert tokenizer.decode(tokenizer.chat("hi")) == "hi"
+    assert tokenizer.decode(tokenizer.chat("hi", system="be brief")) == "be brief\n\nhi"
 
 
 # --- files and vocabularies --------------------------------------------------------------------
