@@ -500,8 +500,10 @@ def run(target, prompt, draft=None, K=4, *, show: Callable = lambda r: None, **o
     try:
         while True:
             before = time.perf_counter()
-            r = next(rounds, None)
-            inside += time.perf_counter() - before
+            try:
+                r = next(rounds, None)
+            finally:  # an interrupted round took its time too
+                inside += time.perf_counter() - before
             if r is None:
                 break
             answer.first_round = answer.first_round or inside
@@ -639,6 +641,8 @@ def prompt_ids(args: argparse.Namespace, tokenizer) -> list[int]:
     if text == "-" or (text is None and not sys.stdin.isatty()):
         text = sys.stdin.read()
     text = EXAMPLE if text is None else text
+    if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError("the prompt is not valid UTF-8: convert it first")
     if not text.strip():
         raise ValueError("the prompt is empty: pass a text, or pipe one in")
     if args.raw:
@@ -705,7 +709,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guard(name: str, work: Callable, *args) -> int:
     """Exit status of `work`; what a user can cause ends in one line and status 2."""
     try:
-        return work(*args) or 0
+        status = work(*args) or 0
+        sys.stdout.flush()  # here, where a reader that is gone is known
+        return status
     except BrokenPipeError:  # the reader of a pipe has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
