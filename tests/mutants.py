@@ -7,11 +7,13 @@ module of its killer, a quick test. The killer passes on the real source and mus
     python tests/mutants.py        # the table; status 1 if a mutant survives
 
 An edit that no longer matches its source exactly once is an error, as is one that does not run: so
-the table follows the source.
+the table follows the source. A killer that does not come to its end has failed too.
 """
 
+import contextlib
 import functools
 import importlib
+import signal
 import sys
 import time
 import types
@@ -25,7 +27,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # How a test fails. A NameError or a TypeError is the mutant's own mistake, and goes through.
-FAILURES = (AssertionError, ValueError, IndexError, Warning, pytest.fail.Exception)
+FAILURES = (
+    AssertionError, ValueError, IndexError, TimeoutError, Warning, pytest.fail.Exception,
+)  # fmt: skip
+
+TIME_LIMIT = 20.0  # seconds; the killers need less than one
 
 # The killers of more than one mutant.
 JOINT_LAW = "test_exact:test_joint_law_of_a_few"
@@ -199,6 +205,12 @@ MUTANTS = [
         "test_exact:test_filters_shape_the_target_law_of_a_few",
     ),
     Mutant(
+        "temperature 0 takes the last of equals",
+        "z.argmax(axis=-1, keepdims=True)",
+        "z.shape[-1] - 1 - z[..., ::-1].argmax(axis=-1, keepdims=True)",
+        "test_sampling:test_temperature_0_takes_the_first_of_equals",
+    ),
+    Mutant(
         "temperature 0 as a softmax of the one-hot",
         "        return p\n    with np.errstate",
         "        z, best, temperature = p, 1.0, 1.0\n    with np.errstate",
@@ -214,7 +226,7 @@ MUTANTS = [
         "top-p without the token that crosses",
         "np.concatenate(([0.0], np.cumsum(p[order])[:-1]))",
         "np.cumsum(p[order])",
-        "test_exact:test_filters_shape_the_target_law_of_a_few",
+        "test_sampling:test_B05_top_p_shapes_the_target_as_well_as_the_draft",
     ),
     Mutant(
         "top-p leaves out too much before it sorts",
@@ -310,6 +322,18 @@ MUTANTS = [
         "test_sampling:test_fit_width_cuts_or_pads",
     ),
     Mutant(
+        "padding of a narrow draft one short",
+        "max(0, vocab - len(logits))",
+        "max(0, vocab - len(logits) - 1)",
+        "test_sampling:test_fit_width_cuts_or_pads",
+    ),
+    Mutant(
+        "wide draft cut one too late",
+        "np.pad(logits[:vocab],",
+        "np.pad(logits[: vocab + 1],",
+        "test_sampling:test_fit_width_cuts_or_pads",
+    ),
+    Mutant(
         "wide draft not cut",
         "np.pad(logits[:vocab],",
         "np.pad(logits,",
@@ -389,6 +413,12 @@ MUTANTS = [
         "test_cache:test_B29_nothing_follows_a_stop_token",
     ),
     Mutant(
+        "p reported from the next row",
+        "p=chosen(p, proposals)",
+        "p=chosen(p[1:], proposals)",
+        "test_exact:test_a_round_reports_the_probabilities_of_its_proposals",
+    ),
+    Mutant(
         "cap ignored inside a block",
         "min(K, end - len(tokens) - 1)",
         "K",
@@ -466,6 +496,14 @@ MUTANTS = [
         "model.py",
     ),
     Mutant(
+        "heads that share a key head dealt out in turn",
+        "q = xp.reshape(q, (G, H // G * T, C)) * C**-0.5",
+        "q = xp.permute_dims(xp.reshape(q, (H // G, G, T, C)), (1, 0, 2, 3))\n"
+        "    q = xp.reshape(q, (G, H // G * T, C)) * C**-0.5",
+        "test_mutants:check_logits_of_hugging_face",
+        "model.py",
+    ),
+    Mutant(
         "last token missing from the cache",
         "cache.v[l, :, S - T : S, :] = v",
         "cache.v[l, :, S - T : S - 1, :] = v[:, :-1, :]",
@@ -517,6 +555,25 @@ def edited(mutant):
     return source.replace(mutant.old, mutant.new)
 
 
+@contextlib.contextmanager
+def time_limit():
+    """TimeoutError after TIME_LIMIT seconds; none on Windows, which has no such signal."""
+
+    def stop(*_):
+        raise TimeoutError(f"no end within {TIME_LIMIT} s")
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def run(mutant, source):
     """What the killer raises with `source` in the place of the mutant's file; None if it passes."""
     test, function = mutant.killer.split(":")
@@ -527,7 +584,8 @@ def run(mutant, source):
     with mock.patch.object(test, name, module), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            getattr(test, function)()
+            with time_limit():
+                getattr(test, function)()
         except FAILURES as failure:
             return failure
     return None

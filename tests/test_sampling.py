@@ -201,6 +201,11 @@ def test_temperature_0_is_a_one_hot_at_the_first_largest(z):
     assert p.sum() == 1
 
 
+def test_temperature_0_takes_the_first_of_equals():
+    p = minispec.probabilities([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], temperature=0)
+    assert p.tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
 @given(st.lists(logits.filter(lambda z: len(z) > 2), min_size=1, max_size=4), st.floats(0.3, 1))
 def test_each_row_has_its_own_law(rows, top_p):
     rows = np.stack([z[:3] for z in rows])
