@@ -18,6 +18,7 @@ What this file does not do: draft models, quantized targets, temperatures above 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -105,6 +106,7 @@ def pass_seconds(target, most_rows: int, context: int = 200, repeats: int = 7) -
 
     One untimed pass of each kind first; then the kinds in turn, so that a drift meets them all.
     """
+    context = min(context, target.context)
     tokens = [i % target.vocab for i in range(context)]
     cache = target.new_cache(context)
     target(tokens, cache, rows=1)
@@ -148,7 +150,8 @@ class Replay:
         cache.length = len(tokens)
         logits = np.zeros((rows, self.vocab), np.float32)
         for i, position in enumerate(range(len(tokens) - rows + 1, len(tokens) + 1)):
-            logits[i, self.tokens[position % len(self.tokens)]] = 1.0
+            if position < len(self.tokens):  # else: past the last known token, never emitted
+                logits[i, self.tokens[position]] = 1.0
         return logits
 
 
@@ -272,12 +275,12 @@ def at_K(results: list[dict], K: int, prediction: Prediction, v: float) -> dict:
     )  # fmt: skip
 
 
-def configuration(name, results: list[dict], Ks, predictions, v) -> dict:
+def configuration(name, target: str, results: list[dict], Ks, predictions, v) -> dict:
     """One table: what was predicted and measured for every K, and which K is the best."""
     by_k = [at_K(results, K, predictions[K], v[K + 1]) for K in Ks]
     best = max(by_k, key=lambda row: row["measured"] or 0.0)
     return dict(
-        name=name, target="default", draft="ngram", verification="token", quantize=None,
+        name=name, target=target, draft="ngram", verification="token", quantize=None,
         prompts=len(results), plain_tokens_per_second=statistics.median(map(plain_rate, results)),
         c=best["c"], v={str(T): ratio for T, ratio in v.items()}, by_k=by_k, best_k=best["K"],
         speedup=best["measured"], predicted=best["predicted"], verdict=verdict(best),
@@ -339,13 +342,18 @@ def read_prompts(path: Path) -> dict:
     """{"measured": {kind: [text]}, "calibration": {kind: [text]}}; ValueError if it is not so."""
     from model import read_json
 
-    prompts = read_json(path)
-    for part in ("measured", "calibration"):
-        for kind in ("chat", "code", "copy"):
-            texts = prompts.get(part, {}).get(kind)
-            if not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-                raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
-    return prompts
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file of prompts")
+    found: dict = {"measured": {}, "calibration": {}}
+    read = read_json(path)
+    for part, kind in itertools.product(found, ("chat", "code", "copy")):
+        texts = read[part].get(kind) if isinstance(read.get(part), dict) else None
+        if not isinstance(texts, list) or not texts:
+            raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{path}: every prompt at {part}, {kind} must be a text, not empty")
+        found[part][kind] = texts
+    return found
 
 
 def first_answer(target, tokenizer):
@@ -364,8 +372,10 @@ def by_group(prompts: dict, each: int | None) -> dict[str, list]:
     return {g: [p for kind in kinds for p in prompts[kind][:each]] for g, kinds in GROUPS.items()}
 
 
-def plain_continuation(target, prompt, most_tokens: int, stop) -> list[int]:
-    return list(minispec.autoregressive(target, prompt, max_new_tokens=most_tokens, stop=stop))
+def plain_continuation(target, prompt, most_tokens: int, stop, Ks) -> list[int]:
+    more = list(minispec.autoregressive(target, prompt, max_new_tokens=most_tokens, stop=stop))
+    check_length(more, Ks)
+    return more
 
 
 def bench(args: argparse.Namespace):
@@ -373,7 +383,7 @@ def bench(args: argparse.Namespace):
     prompts = read_prompts(args.prompts)
     target, tokenizer, _ = minispec.load_pair(args.target, "ngram")
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
-           for part, kinds in prompts.items() if part != "about"}  # fmt: skip
+           for part, kinds in prompts.items()}  # fmt: skip
     Ks, most_tokens, each = ((1, 2, 4, 8), 48, 1) if args.quick else (range(1, 9), 128, None)
     first_answer(target, tokenizer)
 
@@ -383,8 +393,8 @@ def bench(args: argparse.Namespace):
     v = {T: s / one_pass[1] for T, s in one_pass.items()}
 
     known = {
-        group: [(p, plain_continuation(target, p, most_tokens, tokenizer.stop)) for p in prompts]
-        for group, prompts in by_group(ids["calibration"], each).items()
+        group: [(p, plain_continuation(target, p, most_tokens, tokenizer.stop, Ks)) for p in ps]
+        for group, ps in by_group(ids["calibration"], each).items()
     }
     predictions = {
         group: {K: predict(target, known[group], K, one_pass) for K in Ks} for group in GROUPS
@@ -397,7 +407,10 @@ def bench(args: argparse.Namespace):
             g: [measure_prompt(target, p, tokenizer.stop, Ks, most_tokens, bar.update) for p in ps]
             for g, ps in chosen.items()
         }
-    configurations = [configuration(g, results[g], Ks, predictions[g], v) for g in GROUPS]
+    configurations = [
+        configuration(g, args.target or "default", results[g], Ks, predictions[g], v)
+        for g in GROUPS
+    ]
     for c in configurations:
         show(c)
     report = dict(
@@ -421,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
     say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     say.add_argument("--json", metavar="FILE", help="also write the figures there")
-    return minispec.guard("bench.py", bench, say.parse_args(argv))
+    return minispec.guard("bench.py", lambda: bench(say.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=1.0) -> np.ndarray:
     >>> probabilities(np.log([0.5, 0.25, 0.125, 0.125]), top_p=0.75).round(3).tolist()
     [0.667, 0.333, 0.0, 0.0]
 
-    Raises ValueError for NaN or infinite logits, temperature < 0, top_k < 0, top_p outside (0, 1].
+    A logit of -inf is a token of probability 0. Raises ValueError for a row with NaN or +inf, or
+    with -inf only; for temperature < 0, top_k < 0, top_p outside (0, 1].
     """
     check_sampling(temperature, top_k, top_p)
     z = np.asarray(logits, np.float64)
@@ -205,10 +206,12 @@ class ModelDraft(Drafter):
 
     def propose(self, tokens, K, law, randomness):
         proposals, q = [], []
+        # A padded target can emit an id past a narrower draft's last: it reads its own last one.
+        known = [min(x, self.model.vocab - 1) for x in tokens]
         # The last proposal is never fed, so it may lie one past the context; further on: none.
         K = min(K, self.model.context - len(tokens) + 1)
         for _ in range(K):
-            logits = self.model(tokens + proposals, self.cache, rows=1)[0]
+            logits = self.model(known + proposals, self.cache, rows=1)[0]
             q.append(law(fit_width(logits, self.vocab)))
             proposals.append(randomness.categorical(q[-1]))
         return proposals, q
@@ -323,8 +326,8 @@ def generate(
         emitted = up_to_stop([*proposals[:n], last], stop)
         tokens += emitted
 
-        # Roll back: both caches keep what was emitted but for its last token, which was never fed.
-        cache.truncate(min(len(tokens) - 1, cache.length))
+        # Roll back: both caches end before the last token, with which the next pass begins.
+        cache.truncate(len(tokens) - 1)
         draft.keep(len(tokens) - 1)
 
         if emitted[-1] in stop:
@@ -641,8 +644,6 @@ def prompt_ids(args: argparse.Namespace, tokenizer) -> list[int]:
     if text == "-" or (text is None and not sys.stdin.isatty()):
         text = sys.stdin.read()
     text = EXAMPLE if text is None else text
-    if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("the prompt is not valid UTF-8: convert it first")
     if not text.strip():
         raise ValueError("the prompt is empty: pass a text, or pipe one in")
     if args.raw:
@@ -658,8 +659,7 @@ EXAMPLE = "Explain in two sentences why the sky is blue."
 def write_json(file: str | Path, data: dict):
     """Write beside the file, then rename: a reader never meets half of it."""
     file, text = Path(file), json.dumps(data, indent=1) + "\n"
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        # /dev/stdout, a pipe, a link to a file: these are written to, not replaced.
+    if written_to(file):
         file.write_text(text)
         return
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -670,9 +670,17 @@ def write_json(file: str | Path, data: dict):
         unfinished.unlink(missing_ok=True)
 
 
+def written_to(file: Path) -> bool:
+    """True for /dev/stdout, a pipe, a link: these are not replaced."""
+    return file.is_symlink() or (file.exists() and not file.is_file())
+
+
 def check_writable(file: str | None):
     """Raises OSError before the work starts, not after it."""
-    if file is not None and (Path(file).is_dir() or not os.access(Path(file).parent, os.W_OK)):
+    if file is None:
+        return
+    path = Path(file)
+    if path.is_dir() or not os.access(path if written_to(path) else path.parent, os.W_OK):
         raise OSError(f"cannot write {file}: no such folder, or no permission")
 
 
@@ -702,14 +710,19 @@ def answer_prompt(args: argparse.Namespace):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    return guard("minispec.py", answer_prompt, args)
+    return guard("minispec.py", lambda: answer_prompt(parse(argv)))
 
 
-def guard(name: str, work: Callable, *args) -> int:
+def guard(name: str, work: Callable) -> int:
     """Exit status of `work`; what a user can cause ends in one line and status 2."""
+    for stream, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, stream) is None:  # closed by the shell, as in `minispec >&-`
+            setattr(sys, stream, open(os.devnull, mode))
     try:
-        status = work(*args) or 0
+        try:
+            status = work() or 0
+        except SystemExit as end:  # --help, or a wrong option
+            status = end.code
         sys.stdout.flush()  # here, where a reader that is gone is known
         return status
     except BrokenPipeError:  # the reader of a pipe has had enough
@@ -719,7 +732,8 @@ def guard(name: str, work: Callable, *args) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, ImportError) as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        why = str(error) or type(error).__name__
+        print(f"{name}: {' '.join(why.split())}", file=sys.stderr)
         return 2
 
 

@@ -353,8 +353,8 @@ def rope_frequencies(raw: dict, head_dim: int) -> tuple[float, ...]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     _check(kind in ("default", "linear", "llama3"), "rope type: default, linear or llama3", kind)
     for source in (raw, rope):
-        partial = _read(source, "partial_rotary_factor", "number", 1.0)
-        _check(partial == 1, "partial_rotary_factor must be 1", partial)
+        share = _read(source, "partial_rotary_factor", "number", 1.0)
+        _check(share == 1, "partial_rotary_factor must be 1", share)
     _check(head_dim % 2 == 0 and head_dim <= 2**14, "head_dim must be even, at most 2^14", head_dim)
     f = _read(rope, "rope_theta", "number", 10000.0) ** (-np.arange(0, head_dim, 2) / head_dim)
     if kind == "linear":
@@ -518,7 +518,6 @@ def checkpoint_tensors(folder: Path) -> dict[str, Stored]:
 
 def read_into(tensor: Stored, out: np.ndarray):
     """Fill `out` (the tensor's shape, any float type) from the file, a few rows at a time."""
-    out = out.reshape(1) if out.ndim == 0 else out
     width = math.prod(out.shape[1:])
     step = max(1, PIECE // max(1, width))
     with tensor.file.open("rb") as file:
@@ -684,7 +683,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, with the special tokens that the tokenizer itself puts around it."""
-        return self.inner.encode(text).ids
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of ids, special tokens left out unless asked for."""
@@ -710,7 +709,14 @@ class Tokenizer:
         except Exception as error:  # a template is foreign code: it can fail in every way
             why = " ".join(str(error).split())
             raise ValueError(f"the chat template fails ({why}): --raw does without it") from None
-        return self.inner.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text is not valid UTF-8: convert it first") from None
+        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _find_template(self, folder: Path) -> str | None:
         if (folder / "chat_template.jinja").is_file():

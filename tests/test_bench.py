@@ -70,7 +70,7 @@ def test_no_speedup_where_the_outputs_differ_in_length():
     results = {"plain": [plain], 1: longer}
     assert bench.speedup_of(results, 1) is None
     prediction = {1: bench.Prediction(1.0, 0.0, 0.0)}
-    table = bench.configuration("x", [results], [1], prediction, {1: 1.0, 2: 1.5})
+    table = bench.configuration("x", "default", [results], [1], prediction, {1: 1.0, 2: 1.5})
     assert table["by_k"][0]["cost"] is None
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
@@ -154,6 +154,20 @@ def test_bad_input_is_one_line_and_status_2(tiny, capsys, options, words):
         status = end.code
     error = capsys.readouterr().err
     assert status == 2 and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [[], {"chat": []}, {"chat": "one"}, {"chat": [1]}, {"chat": [" "]}]
+)
+def test_a_prompts_file_of_the_wrong_kind_is_refused(tmp_path, damage):
+    whole = {kind: ["a text"] for kind in ("chat", "code", "copy")}
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({"measured": whole, "calibration": whole, "more": 1}))
+    assert bench.read_prompts(file) == {"measured": whole, "calibration": whole}
+    broken = damage if isinstance(damage, list) else whole | damage
+    file.write_text(json.dumps({"measured": whole, "calibration": broken}))
+    with pytest.raises(ValueError, match="calibration, chat"):
+        bench.read_prompts(file)
 
 
 def test_committed_prompts_are_read_and_enough():

@@ -146,8 +146,8 @@ def test_an_empty_prompt_is_one_line(say, target):
 
 def test_a_prompt_that_is_not_utf8_is_one_line(target):
     line = [sys.executable, ROOT / "minispec.py", "--target", target]
-    for prompt, piped in (b"caf\xe9", b""), (b"-", b"caf\xe9"):
-        done = subprocess.run([*line, prompt], input=piped, capture_output=True, timeout=60)
+    for *words, piped in (b"caf\xe9", b""), (b"-", b"caf\xe9"), (b"hi", b"--system", b"\xe9", b""):
+        done = subprocess.run([*line, *words], input=piped, capture_output=True, timeout=60)
         assert_one_line((done.returncode, done.stdout.decode(), done.stderr.decode()))
 
 
@@ -207,9 +207,12 @@ def test_a_draft_of_another_vocabulary_is_one_line(say, tmp_path):
 # --- right input -------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_padded_wider_works(say, tmp_path):
-    draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=320)
+@pytest.mark.parametrize("vocab", [290, 320])
+def test_a_draft_that_is_padded_to_another_width_works(say, tmp_path, vocab):
+    draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=vocab)
     assert say("--draft", str(draft))[:2] == say("--draft", "none")[:2]
+    hot = "--draft", str(draft), "--temperature", "9", "--seed", "1", "-n", "100"
+    assert say(*hot)[0] == 0  # the target emits every id, those past the draft's last too
 
 
 FIELDS = dict(
@@ -246,6 +249,16 @@ def test_json_to_a_link_or_a_pipe_does_not_replace_it(tmp_path):
     minispec.write_json(pipe, {"a": 2})
     assert pipe.is_fifo() and json.loads(os.read(reader, 1000)) == {"a": 2}
     os.close(reader)
+
+
+def test_a_link_can_be_written_where_its_folder_cannot(tmp_path, monkeypatch):
+    # As /dev/stdout for everyone but root: the link's own folder is closed, its end is open.
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    (tmp_path / "real.json").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    minispec.check_writable(str(tmp_path / "link.json"))
+    with pytest.raises(OSError, match="cannot write"):
+        minispec.check_writable(str(tmp_path / "other.json"))
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -476,6 +489,25 @@ def test_a_reader_that_is_gone_is_no_error(target, options):
     os.close(writer)
     assert "Error" not in done.stderr and "Broken pipe" not in done.stderr, done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--help", "--version-of-nothing"])
+def test_a_reader_that_is_gone_before_the_work_is_no_error(option):
+    line = f"{sys.executable} {ROOT / 'minispec.py'} {option} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if option == "--help" else 2)
+    assert not any(word in done.stderr for word in ("Traceback", "Exception", "Broken pipe"))
+
+
+@pytest.mark.parametrize("closed, status", [("<&-", 2), (">&-", 0), ("2>&-", 0)])
+def test_a_closed_stream_is_no_traceback(target, closed, status):
+    prompt = "" if closed == "<&-" else "hi"
+    line = f"{sys.executable} {ROOT / 'minispec.py'} --target {target} -n 5 {prompt} {closed}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done
+    assert "Traceback" not in done.stderr, done.stderr
+    if closed == "<&-":
+        assert "the prompt is empty" in done.stderr
 
 
 def test_a_closed_pipe_is_no_traceback(target):

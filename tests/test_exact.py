@@ -223,6 +223,11 @@ def test_B36_draft_of_another_width_by_hand():
         assert all(x < 3 for text in law for x in text)
 
 
+def test_B36_a_narrower_draft_goes_on_after_an_id_past_its_own():
+    p, q = random_rows(5, 3), random_rows(6, 2)
+    check(law_of(speculative(p, 3, model_draft(q, 2), K=1, N=3)), exact_law(p, PROMPT, 3))
+
+
 # --- efficiency ---------------------------------------------------------------------------------
 
 

@@ -126,6 +126,8 @@ class Toy:
         new, limit = tokens[cache.length :], min(cache.capacity, self.context)
         if not 1 <= rows <= len(new) or len(tokens) > limit:
             raise ValueError(f"{rows} rows, {len(new)} new of {len(tokens)} tokens, limit {limit}")
+        if not all(0 <= x < self.vocab for x in new):  # an embedding has no row for it
+            raise IndexError(f"a token outside 0..{self.vocab - 1} was fed: {new}")
         cache.tokens += new
         ends = range(cache.length - rows + 1, cache.length + 1)
         with np.errstate(divide="ignore"):
