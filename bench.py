@@ -2,6 +2,7 @@
 
     python bench.py --quick     # one streamed answer, then a first table, in less than a minute
     python bench.py             # all prompts, K = 1..8, minutes
+    python bench.py --verification   # only v(T): BLAS's own way against tiles
 
 Both decode greedily with prompt lookup as the draft. What is measured, in this order:
     bandwidth   how fast the weights can be read at all: no one-row pass can be faster
@@ -28,6 +29,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,8 @@ from tqdm import tqdm
 
 import minispec
 from minispec import PromptLookup, Round, run
+from model import Model, llama_block, llama_config, load, numpy_backend
+from weights.fetch import resolve
 
 PROMPTS = Path(__file__).with_name("prompts.json")
 GROUPS = {"chat and code": ("chat", "code"), "copy-heavy": ("copy",)}
@@ -77,17 +81,18 @@ def bandwidth(target, repeats: int = 9) -> dict:
     """
     all_W = matrices(target)
     sizes = [W.nbytes for W in all_W]
-    large = [W for W in all_W if W.nbytes >= statistics.median(sizes)]
-    rows = {W.shape[1]: np.ones((1, W.shape[1]), W.dtype) for W in all_W}
+    large = [getattr(W, "stack", W) for W in all_W if W.nbytes >= statistics.median(sizes)]
+    rows = {W.shape[1]: np.ones((1, W.shape[1]), target.backend.dtype) for W in all_W}
     cores = os.cpu_count() or 1
     shares = [large[i::cores] for i in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
         read = lambda share: [np.max(W) for W in share]  # noqa: E731
         reads = [seconds(lambda: list(pool.map(read, shares))) for _ in range(repeats)]
-    products = [
-        seconds(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
-        for _ in range(repeats)
-    ]
+    with target.backend.during_pass(1):
+        products = [
+            seconds(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
+            for _ in range(repeats)
+        ]
     rates = {
         "read": sum(W.nbytes for W in large) / statistics.median(reads) / 1e9,
         "products": sum(sizes) / statistics.median(products) / 1e9,
@@ -101,27 +106,35 @@ def seconds(function) -> float:
     return time.perf_counter() - started
 
 
-def pass_seconds(target, most_rows: int, context: int = 200, repeats: int = 7) -> dict[int, float]:
-    """Median seconds of a target pass over T = 1..most_rows rows that ends at `context` tokens.
+def pass_seconds(targets, most_rows: int, context: int = 200, repeats: int = 7) -> list[dict]:
+    """For each target: median seconds of a pass over T = 1..most_rows rows ending at `context`.
 
-    One untimed pass of each kind first; then the kinds in turn, so that a drift meets them all.
+    One untimed pass of each kind first; then all kinds in turn, so that a drift meets them all.
+    Between targets a pause: BLAS's threads go on spinning for a while, on the cores of the next.
     """
-    context = min(context, target.context)
-    tokens = [i % target.vocab for i in range(context)]
-    cache = target.new_cache(context)
-    target(tokens, cache, rows=1)
-    times: dict[int, list[float]] = {T: [] for T in range(1, most_rows + 1)}
+    context = min(context, *(target.context for target in targets))
+    tokens = [i % targets[0].vocab for i in range(context)]
+    caches = [target.new_cache(context) for target in targets]
+    for target, cache in zip(targets, caches):
+        target(tokens, cache, rows=1)
+    times: list[dict] = [{T: [] for T in range(1, most_rows + 1)} for _ in targets]
     for repeat in range(repeats + 1):
-        for T in times:
-            cache.truncate(context - T)
-            target.backend.synchronize()
-            started = time.perf_counter()
-            target(tokens, cache, rows=T)
-            target.backend.synchronize()
-            spent = time.perf_counter() - started
+        for i, T in itertools.product(range(len(targets)), times[0]):
+            if T == 1 and len(targets) > 1:
+                time.sleep(0.2)
+            caches[i].truncate(context - T)
+            spent = timed_pass(targets[i], tokens, caches[i], T)
             if repeat:  # the first is the warm-up
-                times[T].append(spent)
-    return {T: statistics.median(t) for T, t in times.items()}
+                times[i][T].append(spent)
+    return [{T: statistics.median(t) for T, t in each.items()} for each in times]
+
+
+def timed_pass(target, tokens, cache, rows: int) -> float:
+    target.backend.synchronize()
+    started = time.perf_counter()
+    target(tokens, cache, rows=rows)
+    target.backend.synchronize()
+    return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------- prediction
@@ -298,6 +311,71 @@ def verdict(row: dict) -> str:
     )
 
 
+# ---------------------------------------------------------------- verification alone
+
+
+def synthetic(backend, layers: int = 4):
+    """Layers of Llama-3.2-1B's shape with random weights: what a larger model would see."""
+    config = llama_config(dict(
+        num_hidden_layers=layers, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, intermediate_size=8192, vocab_size=4096, max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ))  # fmt: skip
+    D, F, rng = 2048, 8192, np.random.default_rng(0)
+
+    def filled(**shapes):
+        places = dict(zip(shapes, backend.empty(list(shapes.values()))))
+        for W in places.values():
+            normal = rng.standard_normal(W.shape, np.float32)
+            W[0 : W.shape[0]] = 0.02 * normal if W.ndim == 2 else 1.0
+        return places
+
+    layer = dict(
+        attn_norm=(D,), qkv=(3072, D), o=(D, D), mlp_norm=(D,), gate_up=(2 * F, D), down=(D, F)
+    )
+    weights = filled(embed=(4096, D), norm=(D,)) | {
+        "layers": [filled(**layer) for _ in range(layers)]
+    }
+    backend.prepare(weights)
+    return Model(config, weights, backend, llama_block)
+
+
+def verification(args: argparse.Namespace):
+    """v(T) of the plain and of the tiled way, in turn, for the target and for a larger stack."""
+    minispec.check_writable(args.json)
+    folder, report = resolve(args.target), dict(version=minispec.__version__, machine=machine())
+    makers = {"target": partial(load, folder), "layers of a 1B-parameter model": synthetic}
+    for name, make in makers.items():
+        plain, tiled = (make(backend=numpy_backend(way=way)) for way in ("plain", "tiles"))
+        rates = bandwidth(tiled)
+        times = dict(zip(("plain", "tiles"), pass_seconds([plain, tiled], 17)))
+        one_row = min(seconds[1] for seconds in times.values())
+        bound = rates["bytes"] / rates["bound"] / 1e6
+        prefill = [statistics.median(timed_prefill(t) for _ in range(3)) for t in (plain, tiled)]
+        print(
+            f"{name}: {rates['bytes'] / 1e6:.0f} MB, at {rates['bound']:.1f} GB/s {bound:.1f} ms; "
+            f"fastest one-row pass {1e3 * one_row:.1f} ms\n"
+            f"prefill of 512 tokens: plain {prefill[0]:.2f} s, tiles {prefill[1]:.2f} s\n"
+            " T   plain ms  v(T)   tiles ms  v(T)"
+        )
+        for T in times["plain"]:
+            cells = (f"{1e3 * t[T]:10.1f} {t[T] / one_row:5.2f}" for t in times.values())
+            print(f"{T:2} {' '.join(cells)}")
+        report[name] = dict(
+            bandwidth=rates, one_row_ms=1e3 * one_row, prefill_512_s=dict(zip(times, prefill)),
+            pass_ms={way: {T: 1e3 * s for T, s in t.items()} for way, t in times.items()},
+        )  # fmt: skip
+        del plain, tiled
+    if args.json:
+        minispec.write_json(args.json, rounded(report))
+
+
+def timed_prefill(target, length: int = 512) -> float:
+    length = min(length, target.context)
+    tokens = [i % target.vocab for i in range(length)]
+    return timed_pass(target, tokens, target.new_cache(length), 1)
+
+
 # ---------------------------------------------------------------- output
 
 HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  % accepted at 1..K"
@@ -388,7 +466,7 @@ def bench(args: argparse.Namespace):
     first_answer(target, tokenizer)
 
     rates = bandwidth(target)
-    one_pass = pass_seconds(target, max(Ks) + 1)
+    (one_pass,) = pass_seconds([target], max(Ks) + 1)
     show_machine(rates, one_pass)
     v = {T: s / one_pass[1] for T, s in one_pass.items()}
 
@@ -431,10 +509,15 @@ def bench(args: argparse.Namespace):
 def main(argv: Sequence[str] | None = None) -> int:
     say = minispec.Parser(prog="bench.py", description="What speculation gains here, and why.")
     say.add_argument("--quick", action="store_true", help="less of everything, under a minute")
+    say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
     say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     say.add_argument("--json", metavar="FILE", help="also write the figures there")
-    return minispec.guard("bench.py", lambda: bench(say.parse_args(argv)))
+    return minispec.guard("bench.py", lambda: dispatch(say.parse_args(argv)))
+
+
+def dispatch(args: argparse.Namespace):
+    return verification(args) if args.verification else bench(args)
 
 
 if __name__ == "__main__":

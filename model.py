@@ -25,9 +25,10 @@ import itertools
 import json
 import math
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -48,8 +49,9 @@ class Backend:
     to_numpy     array on the device -> NumPy array on the host
     synchronize  returns once all queued work is done (clocks need it)
     linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
+    empty        list of shapes -> places on the host that weights are read into, one for each
     prepare      called with the weights of a model once they are loaded
-    during_pass  gives a context manager that surrounds every pass
+    during_pass  number of rows fed -> a context manager that surrounds their pass
     """
 
     name: str
@@ -59,134 +61,244 @@ class Backend:
     to_numpy: Callable
     synchronize: Callable
     linear: Callable
+    empty: Callable
     prepare: Callable = lambda weights: None
-    during_pass: Callable = contextlib.nullcontext
+    during_pass: Callable = lambda rows: contextlib.nullcontext()
+
+
+WAYS = ("auto", "plain", "tiles")
 
 
 def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
     """NumPy on the CPU, in "float32", or in "float64" for tests that compare to 1e-10.
 
-    way: how matrix products are made, one of WAYS; "auto" (float32's default) measures which is the
-    fastest; float64's default is "matmul", so that no test depends on a clock.
+    way: how matrices are kept and multiplied, one of WAYS: "plain" leaves it to BLAS, "tiles" is
+    explained below, "auto" (float32's default) takes the faster one of this machine. Float64's
+    default is "plain", so that no test depends on a clock.
     """
     if dtype not in ("float32", "float64"):
         raise ValueError(f"the NumPy backend computes in float32 or float64, not {dtype}")
-    way = way or ("auto" if dtype == "float32" else "matmul")
-    if way != "auto" and way not in WAYS:
-        raise ValueError(f"the ways to multiply are auto, {', '.join(WAYS)}, not {way}")
-    place = "numpy", np, "cpu", np.dtype(dtype), np.asarray, lambda: None
-    if way != "auto":
-        return Backend(*place, linear=WAYS[way])
-    fastest = FastestWay()
-    return Backend(*place, fastest, prepare=fastest.measure, during_pass=one_blas_thread())
+    way = way or ("auto" if dtype == "float32" else "plain")
+    if way not in WAYS:
+        raise ValueError(f"the ways to multiply are {', '.join(WAYS)}, not {way}")
+    if way == "auto":
+        way = "tiles" if tiles_pay() else "plain"
+    place = f"numpy, {way}", np, "cpu", np.dtype(dtype), np.asarray, lambda: None
+    if way == "plain":
+        return Backend(*place, plain_product, partial(carve, dtype=np.dtype(dtype)))
+    product = TiledProduct()
+    return Backend(
+        *place, product, partial(empty_tiles, dtype=np.dtype(dtype)), product.measure,
+        lambda rows: one_blas_thread() if rows < MANY else contextlib.nullcontext(),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- matrix products on NumPy
 
 # Speculative decoding lives from one fact: weights are read from memory once, however many rows
-# they are multiplied with. BLAS does not honour it for a few rows: from two rows on it first copies
-# the whole matrix into another order (packs it), which costs more than the product. The two ways
-# around that, dots and tiles, read W in place. Which way wins depends on the BLAS, the machine, the
-# number of rows and the shape, so it is measured.
+# they are multiplied with. BLAS does not honour it for a few rows. From two rows on it first copies
+# the whole matrix into another order ("packs" it), which costs more than the product: the packing
+# pays for hundreds of rows, not for K + 1. So here W is packed once, when it is loaded: tile i is
+# the transpose of rows 32 i to 32 i + 31 of W, and a product is one np.matmul over the stack of
+# tiles, each of them small enough for the kernels of BLAS that do not pack again.
 
-SMALL_PRODUCT = 10**6  # OpenBLAS does not pack when rows x tile height x in is at most this
+FEW, MANY = 16, 64  # rows of x: up to FEW are measured, from MANY on BLAS's own threads do as well
+TILE = 32  # rows of W in a tile: two AVX-512 registers
+WIDEST = 10**6 // (FEW * TILE)  # OpenBLAS does not pack while rows x tile x in is at most 10^6
 
 
-def by_matmul(x, W):  # [T, in], [out, in] -> [T, out]
+def plain_product(x, W):  # [T, in], [out, in] -> [T, out]
     return np.matmul(x, W.T)
 
 
-def by_dots(x, W):  # [T, in], [out, in] -> [T, out]
-    # One dot product per row of W and row of x; from the second on, W's row is in the cache.
-    return np.ascontiguousarray(np.vecdot(W[:, None, :], x).T)
+class Tiles:
+    """A matrix W [out, in], kept as a stack [n, in, TILE]; zeros fill the last tile.
+
+    >>> (W,) = empty_tiles([(40, 3)], np.float32)
+    >>> W[0:40] = np.arange(120).reshape(40, 3)
+    >>> W.stack[1, :, :9].astype(int).tolist()[0]
+    [96, 99, 102, 105, 108, 111, 114, 117, 0]
+    >>> W.rows([33]).astype(int).tolist()
+    [[99, 100, 101]]
+    """
+
+    ndim = 2
+
+    def __init__(self, stack: np.ndarray, out: int):
+        self.stack, self.shape, self.nbytes = stack, (out, stack.shape[1]), stack.nbytes
+
+    def __setitem__(self, where, block):
+        """W[rows] = block, or W[rows, columns] = block."""
+        rows, columns = where if isinstance(where, tuple) else (where, slice(None))
+        i = np.arange(self.shape[0])[rows]
+        self.stack[i // TILE, columns, i % TILE] = block
+
+    def rows(self, ids) -> np.ndarray:  # -> [len(ids), in]
+        i = np.asarray(ids)
+        return self.stack[i // TILE, :, i % TILE]
 
 
-def by_tiles(x, W):  # [T, in], [out, in] -> [T, out]
-    # A stack of tiles of W, views and no copies, each small enough for the kernels without packing.
-    T, width = x.shape
-    height = 1 << (max(1, min(64, SMALL_PRODUCT // (T * width))).bit_length() - 1)
-    whole = W.shape[0] // height * height
-    tiles = np.reshape(W[:whole, :], (-1, height, width))
-    y = np.ascontiguousarray(np.reshape(np.matmul(tiles, x.T), (whole, T)).T)
-    return y if whole == W.shape[0] else np.concat([y, np.matmul(x, W[whole:, :].T)], axis=1)
+def empty_tiles(shapes: list[tuple[int, ...]], dtype: np.dtype) -> list:
+    """Places for a layer's weights: matrices as Tiles, vectors as they are."""
+    kept = [(-(-s[0] // TILE), s[1], TILE) if len(s) == 2 else s for s in shapes]
+    stacks = carve(kept, dtype)
+    for stack in stacks:
+        stack[-1:] = 0  # what fills the last tile
+    return [Tiles(a, s[0]) if len(s) == 2 else a for a, s in zip(stacks, shapes)]
 
 
-def on_two_threads(way):
-    """The same product, the second half of W's rows by a second thread (a hand-over: ~50 us)."""
+class SecondThread:
+    """Calls a function beside the caller; one thread, started with its first task.
 
-    def product(x, W):
-        half = W.shape[0] // 128 * 64
-        second = SECOND_THREAD.submit(way, x, W[half:, :])
-        return np.concat([way(x, W[:half, :]), second.result()], axis=1)
+    A hand-over through two bare locks takes 15 us where a ThreadPoolExecutor's takes 30.
+    """
 
-    return product
+    def __init__(self):
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def start(self, function, *arguments) -> Callable:
+        """Begin function(*arguments); returns the function that waits for its end."""
+        if self.thread is None or not self.thread.is_alive():  # a fork has no threads
+            self.thread = threading.Thread(target=self._work, name="minispec", daemon=True)
+            self.thread.start()
+        done, errors = threading.Lock(), []
+        done.acquire()
+        self.tasks.put((function, arguments, done, errors))
+
+        def wait():
+            done.acquire()
+            if errors:
+                raise errors[0]
+
+        return wait
+
+    def _work(self):
+        while True:
+            function, arguments, done, errors = self.tasks.get()
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+            done.release()
 
 
-TWO = ", 2 threads"
-SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
-WAYS = {"matmul": by_matmul, "dots": by_dots, "tiles": by_tiles}
-WAYS |= {name + TWO: on_two_threads(way) for name, way in WAYS.items()}
+SECOND_THREAD = SecondThread()
+OWN_SHARE = 0.56  # of a product on two threads; the second one starts some 15 us late
 
 
-@cache
-def one_blas_thread() -> Callable:
+def one_blas_thread():
     """A context in which BLAS uses the calling thread only.
 
     subtle: after each product, OpenBLAS's own threads spin for the next one, on the very core that
     our second thread needs.
     """
+    return _blas().limit(limits=1, user_api="blas")
+
+
+@cache
+def _blas():
     from threadpoolctl import ThreadpoolController
 
-    return partial(ThreadpoolController().limit, limits=1, user_api="blas")
+    return ThreadpoolController()
 
 
-class FastestWay:
-    """x @ W.T by the way that is fastest here for this number of rows and this shape of W.
+class TiledProduct:
+    """x @ W.T for a W of Tiles.
 
-    `measure` tries every way on the matrices of the model, each time on the next layer's, so that
-    no try finds its weights in the cache.
+    `measure` finds, for each shape of W and each of the FEW row counts, whether a second thread
+    pays, and how many rows to compute: six are often faster than five, for kernels come in steps.
     """
 
-    ROWS, TRIES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 64), 3
+    ROWS, TRIES, SAMPLE = (1, 2, 3, 4, 5, 6, 8, 10, 12, FEW), 5, 1 << 22
 
     def __init__(self):
-        self.milliseconds: dict[int, dict[str, float]] = {}  # rows -> way -> a layer's products
-        self.way: dict[tuple, Callable] = {}
-        self.prefill = by_matmul  # for more rows than are measured: there, packing pays
+        self.best: dict[tuple, tuple[int, int]] = {}  # (T, shape of W) -> rows, threads
+        self.milliseconds: dict[int, dict[int, float]] = {}  # rows -> threads -> a layer's products
 
-    def __call__(self, x, W):
-        return self.way.get((x.shape[0], W.shape), self.prefill)(x, W)
+    def __call__(self, x, W):  # [T, in], [out, in] -> [T, out]
+        T, (out, width) = x.shape[0], W.shape
+        rows, threads = self.best.get((T, W.shape), (T, 2 if T < MANY else 1))
+        if rows > T:
+            x = np.concat([x, np.zeros((rows - T, width), x.dtype)], axis=0)
+        return self.product(x, W.stack, threads)[:T, :out]
+
+    def product(self, x, stack, threads):  # [T, in], [n, in, TILE] -> [T, n TILE]
+        T, n = x.shape[0], stack.shape[0]
+        y = np.empty((T, n * TILE), x.dtype)
+        out = np.moveaxis(np.reshape(y, (T, n, TILE)), 1, 0)  # tile i fills TILE columns of y
+        if T == 1:  # vectors, so that BLAS's matrix x vector is used
+            x, out = x[0, :], out[:, 0, :]
+        if threads == 1:
+            _multiply(x, stack, out)
+        else:
+            own = round(OWN_SHARE * n)
+            wait = SECOND_THREAD.start(_multiply, x, stack[own:], out[own:])
+            _multiply(x, stack[:own], out[:own])
+            wait()
+        return y
 
     def measure(self, weights: dict):
-        layers = [[W for W in layer.values() if W.ndim == 2] for layer in weights["layers"]]
-        head = [[weights.get("head", weights["embed"])]]
-        with one_blas_thread()():
-            found = self._try(layers, {T: WAYS for T in self.ROWS})
-            for T in self.ROWS:
-                of_T = [ms for (rows, _), ms in found.items() if rows == T]
-                self.milliseconds[T] = {way: sum(ms[way] for ms in of_T) for way in WAYS}
-            # The head is far larger: what is quick for a layer, on one thread or on two.
-            best = {T: min(ms, key=ms.get).removesuffix(TWO) for T, ms in self.milliseconds.items()}
-            found |= self._try(head, {T: (best[T], best[T] + TWO) for T in self.ROWS[:-1]})
-        below = dict(itertools.pairwise((*self.ROWS[::-1], 0)))
-        for (T, shape), ms in found.items():
-            for rows in range(below[T] + 1, T + 1):
-                self.way[rows, shape] = WAYS[min(ms, key=ms.get)]
-        most = self.milliseconds[self.ROWS[-1]]
-        self.prefill = WAYS[min("matmul", "matmul" + TWO, key=most.get)]
+        """Every row count and shape, on one thread and on two; the best of TRIES.
 
-    def _try(self, layers: list, ways: dict) -> dict[tuple, dict[str, float]]:
-        """(rows, shape) -> way -> milliseconds of the best of TRIES. ways: rows -> names.
-
-        One try of everything, then the next of everything: a bad moment cannot decide.
+        One try of everything, then the next of everything, each on another layer's weights: no try
+        finds its weights in the cache, and a bad moment cannot decide.
         """
-        following, found = itertools.cycle(layers), {}
-        for T, names in list(ways.items()) * self.TRIES:
-            for name, W in ((name, W) for name in names for W in next(following)):
-                spent = 1e3 * _seconds(WAYS[name], np.ones((T, W.shape[1]), W.dtype), W)
-                ms = found.setdefault((T, W.shape), {})
-                ms[name] = min(spent, ms.get(name, math.inf))
-        return found
+        layers = [[W for W in w.values() if W.ndim == 2] for w in weights["layers"]]
+        head = weights.get("head", weights["embed"])
+        matrices = itertools.cycle([(*layer, head) for layer in layers])
+        threads = (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
+        spent: dict[tuple, float] = {}
+        with one_blas_thread():
+            for attempt, rows, n in itertools.product(range(self.TRIES), self.ROWS, threads):
+                for W in next(matrices):
+                    seconds = self._try(W, rows, n, attempt)
+                    key = rows, n, W.shape
+                    spent[key] = min(seconds, spent.get(key, math.inf))
+        for shape in {shape for _, _, shape in spent}:
+            for T in range(1, FEW + 1):
+                ways = itertools.product((rows for rows in self.ROWS if rows >= T), threads)
+                # subtle: the plainest way unless another is clearly faster, for a hand-over costs
+                # more inside a pass, where the second thread has had time to fall asleep.
+                cost = {(r, n): spent[r, n, shape] * (0.9 + 0.1 * n) for r, n in ways}
+                self.best[T, shape] = min(cost, key=cost.get)
+        self.milliseconds = {
+            rows: {n: 1e3 * sum(spent[rows, n, W.shape] for W in layers[0]) for n in threads}
+            for rows in self.ROWS
+        }
+
+    def _try(self, W, rows: int, threads: int, attempt: int) -> float:
+        """Seconds of a product; a large matrix is measured in part, in another part each time."""
+        tiles = min(len(W.stack), max(2, self.SAMPLE // W.stack[0].size))
+        start = attempt * tiles if (attempt + 1) * tiles <= len(W.stack) else 0
+        x = np.ones((rows, W.shape[1]), W.stack.dtype)
+        seconds = _seconds(self.product, x, W.stack[start : start + tiles], threads)
+        return seconds * len(W.stack) / tiles
+
+
+def _multiply(x, stack, out):  # [(T,) in], [n, in, TILE] -> out [n, (T,) TILE]
+    width = stack.shape[1]
+    parts = -(-width // WIDEST)  # a product that is too wide is a sum of narrower ones
+    edges = [width * i // parts for i in range(parts + 1)]
+    np.matmul(x[..., : edges[1]], stack[:, : edges[1], :], out)
+    for a, b in itertools.pairwise(edges[1:]):
+        out += np.matmul(x[..., a:b], stack[:, a:b, :])
+
+
+@cache
+def tiles_pay() -> bool:
+    """True where tiles beat this machine's BLAS: one row and five, through 28 MB of weights."""
+    shape, copies = (1536, 576), 8
+    weights = [np.ones(shape, np.float32) for _ in range(copies)]
+    tiles = [np.ones((shape[0] // TILE, shape[1], TILE), np.float32) for _ in range(copies)]
+    product, rows = TiledProduct().product, (1, 5)
+    x = {T: np.ones((T, shape[1]), np.float32) for T in rows}
+    plain, tiled = ({T: math.inf for T in rows} for _ in range(2))
+    for T in rows * 3:
+        plain[T] = min(plain[T], _seconds(lambda x: [plain_product(x, W) for W in weights], x[T]))
+        with one_blas_thread():
+            tiled[T] = min(tiled[T], _seconds(lambda x: [product(x, W, 1) for W in tiles], x[T]))
+    return sum(tiled.values()) < sum(plain.values())
 
 
 def _seconds(function, *args) -> float:
@@ -516,16 +628,20 @@ def checkpoint_tensors(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def read_into(tensor: Stored, out: np.ndarray):
-    """Fill `out` (the tensor's shape, any float type) from the file, a few rows at a time."""
-    width = math.prod(out.shape[1:])
+def read_into(stored: Stored, matrix, a: int, transposed: bool):
+    """Fill `matrix` (an array or Tiles) from row `a` on, a million numbers at a time."""
+    width = math.prod(stored.shape[1:])
     step = max(1, PIECE // max(1, width))
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.start)
-        for a in range(0, out.shape[0], step):
-            rows = out[a : a + step]
-            data = file.read(rows.size * BYTES_PER_NUMBER[tensor.dtype])
-            rows[...] = _numbers(data, tensor.dtype).reshape(rows.shape)
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        for start in range(0, stored.shape[0], step):
+            end = min(start + step, stored.shape[0])
+            data = file.read((end - start) * width * BYTES_PER_NUMBER[stored.dtype])
+            piece = _numbers(data, stored.dtype).reshape(end - start, *stored.shape[1:])
+            if transposed:
+                matrix[a : a + width, start:end] = piece.T
+            else:
+                matrix[a + start : a + end] = piece
 
 
 def _numbers(data: bytes, dtype: str) -> np.ndarray:
@@ -587,16 +703,16 @@ def _find(tensors: dict[str, Stored], key: str) -> Stored:
 
 def read_weights(parts: dict[tuple, list[Part]], layers: int, backend: Backend) -> dict:
     """Read every weight to the backend, one layer at a time: {"embed": ..., "layers": [{...}]}."""
-    host = np.dtype("float64" if backend.dtype == backend.xp.float64 else "float32")
     weights: dict = {"layers": [{} for _ in range(layers)]}
     for l in (None, *range(layers)):
         names = [name for name, layer in parts if layer == l]
-        matrices = carve([_shape(parts[name, l]) for name in names], host)
-        for name, matrix in zip(names, matrices):
-            for stored, a, b, transposed in parts[name, l]:
-                read_into(stored, matrix[a:b].T if transposed else matrix[a:b])
-            place = weights if l is None else weights["layers"][l]
-            place[name] = backend.xp.asarray(matrix, dtype=backend.dtype, device=backend.device)
+        places = backend.empty([_shape(parts[name, l]) for name in names])
+        for name, place in zip(names, places):
+            for stored, a, _, transposed in parts[name, l]:
+                read_into(stored, place, a, transposed)
+            if not isinstance(place, Tiles):
+                place = backend.xp.asarray(place, dtype=backend.dtype, device=backend.device)
+            (weights if l is None else weights["layers"][l])[name] = place
     return weights
 
 
@@ -774,16 +890,16 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer):
 
 
 class Cache:
-    """Keys and values of the tokens seen so far: two arrays [L, G, capacity, C] and a length.
+    """Keys [L, G, C, capacity] and values [L, G, capacity, C] of the tokens seen so far, a length.
 
     Entries at or past `length` are dead: never read, overwritten by the next call. That is why
     rollback costs nothing but a smaller number.
     """
 
     def __init__(self, config: Config, capacity: int, backend: Backend):
-        shape = (config.layers, config.kv_heads, capacity, config.head_dim)
-        self.k = backend.xp.zeros(shape, dtype=backend.dtype, device=backend.device)
-        self.v = backend.xp.zeros(shape, dtype=backend.dtype, device=backend.device)
+        L, G, C = config.layers, config.kv_heads, config.head_dim
+        zeros = partial(backend.xp.zeros, dtype=backend.dtype, device=backend.device)
+        self.k, self.v = zeros((L, G, C, capacity)), zeros((L, G, capacity, C))
         self.capacity = capacity
         self.length = 0
 
@@ -831,6 +947,12 @@ def rope_tables(positions, inv_freq, xp):  # [T], [C/2] -> two of [T, C]
     return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
 
 
+def look_up(table, ids, backend):  # [V, D], T ids -> [T, D]
+    if isinstance(table, Tiles):
+        return table.rows(ids)
+    return backend.xp.take(table, backend.xp.asarray(list(ids), device=backend.device), axis=0)
+
+
 def project(x, w, name, linear):  # [T, in] -> [T, out]
     y = linear(x, w[name])
     return y + w[name + "_bias"] if name + "_bias" in w else y
@@ -847,14 +969,14 @@ def join_heads(x, xp):  # [heads, T, C] -> [T, heads C]
 def attention(q, k, v, cache, l, mask, xp):  # [H, T, C], [G, T, C], [G, T, C] -> [H, T, C]
     """Store the new keys and values, then attend to all S of them under the mask [H/G T, S]."""
     (H, T, C), G, S = q.shape, k.shape[0], mask.shape[1]
-    cache.k[l, :, S - T : S, :] = k
+    cache.k[l, :, :, S - T : S] = xp.permute_dims(k, (0, 2, 1))
     cache.v[l, :, S - T : S, :] = v
     # The H/G heads that share a key head are further rows of one product.
     q = xp.reshape(q, (G, H // G * T, C)) * C**-0.5
-    scores = xp.matmul(q, xp.permute_dims(cache.k[l, :, :S, :], (0, 2, 1))) + mask  # [G, H/G T, S]
+    scores = xp.matmul(q, cache.k[l, :, :, :S]) + mask  # [G, H/G T, S]
     scores = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-    scores = scores / xp.sum(scores, axis=-1, keepdims=True)
-    return xp.reshape(xp.matmul(scores, cache.v[l, :, :S, :]), (H, T, C))
+    out = xp.matmul(scores, cache.v[l, :, :S, :]) / xp.sum(scores, axis=-1, keepdims=True)
+    return xp.reshape(out, (H, T, C))
 
 
 def causal_mask(T, S, copies, backend):  # -> [copies T, S]
@@ -944,7 +1066,7 @@ class Model:
             raise ValueError(f"{rows} rows of logits from {len(new)} tokens new to the cache")
         if len(tokens) > limit:
             raise ValueError(f"{len(tokens)} tokens do not fit: cache and context hold {limit}")
-        with self.backend.during_pass():
+        with self.backend.during_pass(len(new)):
             for piece in self._pieces(new, rows):
                 x = self.hidden(piece, cache)
             return self.backend.to_numpy(self.head(x[x.shape[0] - rows :, :]))
@@ -960,9 +1082,9 @@ class Model:
         """Feed T tokens through all layers: the states before the final norm."""
         xp, device, w = self.backend.xp, self.backend.device, self.weights
         T, S = len(new), cache.length + len(new)
-        x = xp.take(w["embed"], xp.asarray(new, device=device), axis=0)  # [T, D]
+        x = look_up(w["embed"], new, self.backend)  # [T, D]
         if "positions" in w:
-            x = x + w["positions"][S - T : S, :]
+            x = x + look_up(w["positions"], range(S - T, S), self.backend)
         positions = xp.arange(S - T, S, dtype=self.backend.dtype, device=device)
         rope = rope_tables(positions, self.inv_freq, xp)
         mask = causal_mask(T, S, self.config.heads // self.config.kv_heads, self.backend)

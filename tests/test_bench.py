@@ -87,9 +87,49 @@ def test_passes_are_timed_on_a_synchronised_device_after_a_warm_up(target):
 
     backend = dataclasses.replace(target.backend, synchronize=lambda: events.append("sync"))
     watched = Watched(target.config, target.weights, backend, target.block)
-    times = bench.pass_seconds(watched, most_rows=2, context=8, repeats=3)
+    (times,) = bench.pass_seconds([watched], most_rows=2, context=8, repeats=3)
     assert set(times) == {1, 2} and min(times.values()) > 0
     assert events[1:] == ["sync", 1, "sync", "sync", 2, "sync"] * 4
+
+
+def test_several_targets_are_timed_in_turn(target):
+    order = []
+
+    class Watched(model.Model):
+        def __call__(self, tokens, cache, rows):
+            order.append((self.name, rows))
+            return super().__call__(tokens, cache, rows)
+
+    pair = [Watched(target.config, target.weights, target.backend, target.block) for _ in "ab"]
+    pair[0].name, pair[1].name = "a", "b"
+    times = bench.pass_seconds(pair, most_rows=2, context=8, repeats=2)
+    assert [set(t) for t in times] == [{1, 2}, {1, 2}]
+    assert order[2:] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)] * 3
+
+
+def test_verification_measures_both_ways(monkeypatch, tmp_path, capsys):
+    made = []
+
+    def tiny_layers(backend):
+        made.append(backend.name)
+        return model.load(FOLDER, backend)
+
+    monkeypatch.setattr(bench, "synthetic", tiny_layers)
+    file = tmp_path / "v.json"
+    assert bench.main(["--verification", "--target", str(FOLDER), "--json", str(file)]) == 0
+    assert made == ["numpy, plain", "numpy, tiles"]
+    report, out = json.loads(file.read_text()), capsys.readouterr().out
+    assert out.count("\n17 ") == 2 and max(map(len, out.splitlines())) <= 100
+    for part in list(report.values())[2:]:
+        passes = [part["pass_ms"][way] for way in ("plain", "tiles")]
+        assert all(list(p) == [str(T) for T in range(1, 18)] for p in passes)
+        assert part["one_row_ms"] == min(p["1"] for p in passes)
+
+
+def test_the_synthetic_layers_are_a_model():
+    m = bench.synthetic(model.numpy_backend(way="tiles"), layers=1)
+    logits = m([1, 2, 3], m.new_cache(3), rows=3)
+    assert logits.shape == (3, 4096) and np.isfinite(logits).all() and logits.std() > 0
 
 
 def test_prediction_is_the_cost_model(target, monkeypatch):
@@ -119,7 +159,7 @@ def tiny(monkeypatch, target):
     pair = (target, StubTokenizer(), minispec.PromptLookup())
     monkeypatch.setattr(minispec, "load_pair", lambda *names: pair)
     monkeypatch.setattr(
-        bench, "pass_seconds", lambda target, rows: {T: 1.0 * T for T in range(1, 10)}
+        bench, "pass_seconds", lambda targets, rows: [{T: 1.0 * T for T in range(1, 10)}]
     )
 
 

@@ -100,7 +100,7 @@ def check_against_one_pass(watched, tokens):
     """What the watched model has cached of `tokens`, and the logits it gave last."""
     n = watched.cache.length
     fresh, _ = one_pass(watched.inner, tokens[:n])
-    assert difference(watched.cache.k[:, :, :n, :], fresh.k) < 1e-10
+    assert difference(watched.cache.k[:, :, :, :n], fresh.k) < 1e-10
     assert difference(watched.cache.v[:, :, :n, :], fresh.v) < 1e-10
     _, logits = one_pass(watched.inner, watched.tokens)
     assert difference(watched.logits, logits[-len(watched.logits) :]) < 1e-10
@@ -140,7 +140,7 @@ def test_dead_entries_are_never_read(name):
     for r in rounds_of(target, draft):
         poisoned.append(r)
         for cache in target.cache, draft.cache:
-            cache.k[:, :, cache.length :, :] = np.nan
+            cache.k[:, :, :, cache.length :] = np.nan
             cache.v[:, :, cache.length :, :] = np.nan
     assert poisoned == clean
 

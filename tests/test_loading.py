@@ -191,8 +191,8 @@ def test_b47_the_key_at_position_5000_is_turned_by_them(tmp_path):
     key = tensors["model.layers.0.self_attn.k_proj.weight"].astype(np.float64) @ x  # [C]
     for i, frequency in LLAMA3[128, 8.0].items():
         turned = (key[i] + 1j * key[i + 64]) * np.exp(5000j * frequency)
-        assert cache.k[0, 0, 5000, i] == pytest.approx(turned.real, abs=1e-5)
-        assert cache.k[0, 0, 5000, i + 64] == pytest.approx(turned.imag, abs=1e-5)
+        assert cache.k[0, 0, i, 5000] == pytest.approx(turned.real, abs=1e-5)
+        assert cache.k[0, 0, i + 64, 5000] == pytest.approx(turned.imag, abs=1e-5)
 
 
 @pytest.mark.parametrize("raw", [
