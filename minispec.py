@@ -54,18 +54,19 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=1.0) -> np.ndarray:
     with -inf only; for temperature < 0, top_k < 0, top_p outside (0, 1].
     """
     check_sampling(temperature, top_k, top_p)
-    z = np.asarray(logits, np.float64)
+    z = np.asarray(logits)
     best = z.max(axis=-1, keepdims=True)
     if not np.isfinite(best).all():  # a NaN or +inf anywhere in the row shows in its maximum
         raise ValueError(
             "NaN or infinity in the logits: damaged weights, or an overflow in the pass"
         )
     if temperature == 0:
-        p = np.zeros_like(z)
+        p = np.zeros(z.shape)
         np.put_along_axis(p, z.argmax(axis=-1, keepdims=True), 1.0, axis=-1)
         return p
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends losers to exp(-inf)
-        p = np.exp((z - best) / temperature)
+        p = np.subtract(z, best, dtype=np.float64)
+        np.exp(np.divide(p, temperature, out=p), out=p)
     if top_k:
         p = np.apply_along_axis(_keep_top_k, -1, p, top_k)
     p /= p.sum(axis=-1, keepdims=True)
@@ -145,6 +146,9 @@ class Randomness:
 
     def categorical(self, distribution) -> int:
         """An index with probability distribution[i]; never one of probability 0."""
+        likeliest = int(np.argmax(distribution))
+        if distribution[likeliest] == 1:  # at temperature 0: no need to add up a vocabulary
+            return likeliest
         cumulative = np.cumsum(distribution)
         u = self.rng.random() * cumulative[-1]
         return int(np.searchsorted(cumulative, u, side="right"))
@@ -179,8 +183,11 @@ class Drafter:
 
     cached = 0  # tokens in the drafter's own cache, for --trace
 
-    def start(self, vocab: int, capacity: int):
-        """A new sequence of up to `capacity` tokens, with a target of `vocab` ids."""
+    def start(self, vocab: int, capacity: int, seen=None):
+        """A new sequence of up to `capacity` tokens, with a target of `vocab` ids.
+
+        seen: the target's cache, of which a drafter may read what it holds of the tokens so far.
+        """
 
     def propose(self, tokens, K, law, randomness) -> tuple[list[int], Sequence[np.ndarray]]:
         """Up to K proposals after `tokens`, and for each the q [V] it was drawn from.
@@ -200,7 +207,7 @@ class ModelDraft(Drafter):
     def __init__(self, model):
         self.model = model
 
-    def start(self, vocab, capacity):
+    def start(self, vocab, capacity, seen=None):
         self.vocab = vocab
         self.cache = self.model.new_cache(min(capacity, self.model.context))
 
@@ -225,6 +232,51 @@ class ModelDraft(Drafter):
         return self.cache.length
 
 
+class StateDraft(ModelDraft):
+    """A small model that also reads the target's states of the verified tokens, and while drafting
+    its own guesses of them. (Li et al. 2024, "EAGLE".)"""
+
+    def start(self, vocab, capacity, seen=None):
+        super().start(vocab, capacity, seen)
+        self.seen = seen
+
+    def propose(self, tokens, K, law, randomness):
+        verified = len(tokens) - 1  # the last token's state is what the coming pass computes
+        if self.seen.length < verified or verified > self.cache.capacity:
+            return [], []  # before the first pass, or past the draft's context
+        new = slice(self.cache.known, verified)
+        self.cache.states[new, :] = self.seen.states[new, :]
+        self.cache.known = verified
+        return super().propose(tokens, K, law, randomness)
+
+    def keep(self, length):
+        # What was fed after those tokens rests on guesses: it is fed again, on the true states.
+        super().keep(min(length, self.cache.known + 1))
+
+
+class Chain(Drafter):
+    """The first of several drafters that has a proposal makes the round's."""
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self.drafters = drafters
+
+    def start(self, vocab, capacity, seen=None):
+        for d in self.drafters:
+            d.start(vocab, capacity, seen)
+
+    def propose(self, tokens, K, law, randomness):
+        each = (d.propose(tokens, K, law, randomness) for d in self.drafters)
+        return next((found for found in each if found[0]), ([], []))
+
+    def keep(self, length):
+        for d in self.drafters:
+            d.keep(length)
+
+    @property
+    def cached(self):
+        return max(d.cached for d in self.drafters)
+
+
 def fit_width(logits, vocab):  # [V of the draft] -> [V of the target]
     """Logits cut, or padded with -inf (q = 0), to the target's width: vocabularies that agree on
     every token may still be padded to different sizes.
@@ -233,7 +285,9 @@ def fit_width(logits, vocab):  # [V of the draft] -> [V of the target]
     [1.0, 2.0, -inf]
     """
     missing = max(0, vocab - len(logits))
-    return np.pad(logits[:vocab], (0, missing), constant_values=-np.inf)
+    return (
+        np.concatenate([logits[:vocab], np.full(missing, -np.inf)]) if missing else logits[:vocab]
+    )
 
 
 class PromptLookup(Drafter):
@@ -246,7 +300,7 @@ class PromptLookup(Drafter):
     def __init__(self, longest: int = 3, shortest: int = 2):
         self.sizes = range(longest, shortest - 1, -1)
 
-    def start(self, vocab, capacity):
+    def start(self, vocab, capacity, seen=None):
         self.vocab = vocab
         self.follower: dict[tuple, int] = {}  # n-gram -> position of the token after it
         self.indexed = 0
@@ -313,7 +367,7 @@ def generate(
     draft, randomness = draft or Drafter(), randomness or Randomness()
     tokens, end = list(prompt), min(len(prompt) + max_new_tokens, target.context)
     cache, ended = target.new_cache(end), None
-    draft.start(target.vocab, end)
+    draft.start(target.vocab, end, seen=cache)
     while len(tokens) < end and ended is None:
         # Draft: K proposals x_i ~ q_i; a round emits up to K + 1 tokens, so K shrinks near the end.
         proposals, q = draft.propose(tokens, min(K, end - len(tokens) - 1), law, randomness)
@@ -594,25 +648,36 @@ class WatchedRandomness(Randomness):
         return self.coins[-1]
 
 
+DRAFTS = {"none": Drafter, "ngram": PromptLookup}
+
+
 def load_pair(target_name: str | None, draft_name: str):
     """Names as the command line has them -> target model, its tokenizer, drafter.
 
     target: a checkpoint folder or a hub id; None is the default one, fetched when it is not there.
-    draft: "none", "ngram", or a folder or id with the target's vocabulary.
+    draft: "none", "ngram", or a folder or id with the target's vocabulary; several with commas
+    between them are tried in this order, each round.
     """
-    from model import Tokenizer, check_same_vocabulary, load
+    from model import Tokenizer, load
     from weights.fetch import resolve
 
     folder = resolve(target_name)
     target, tokenizer = load(folder), Tokenizer(folder)
-    if draft_name in DRAFTS:
-        return target, tokenizer, DRAFTS[draft_name]()
-    draft_folder = resolve(draft_name)
-    check_same_vocabulary(tokenizer, Tokenizer(draft_folder))
-    return target, tokenizer, ModelDraft(load(draft_folder))
+    drafters = [load_drafter(name, target, tokenizer) for name in draft_name.split(",")]
+    return target, tokenizer, drafters[0] if len(drafters) == 1 else Chain(drafters)
 
 
-DRAFTS = {"none": Drafter, "ngram": PromptLookup}
+def load_drafter(name: str, target, tokenizer) -> Drafter:
+    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft
+    from weights.fetch import resolve
+
+    if name in DRAFTS:
+        return DRAFTS[name]()
+    folder = resolve(name)
+    if is_draft(folder):
+        return StateDraft(load_draft(folder, target))
+    check_same_vocabulary(tokenizer, Tokenizer(folder))
+    return ModelDraft(load(folder))
 
 
 class Parser(argparse.ArgumentParser):

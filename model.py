@@ -21,6 +21,7 @@ llama3. What is not implemented is refused by name when the checkpoint is loaded
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -239,14 +240,17 @@ class TiledProduct:
         return y
 
     def measure(self, weights: dict):
-        """Every row count and shape, on one thread and on two; the best of TRIES.
+        """Every row count and new shape, on one thread and on two; the best of TRIES.
 
         One try of everything, then the next of everything, each on another layer's weights: no try
         finds its weights in the cache, and a bad moment cannot decide.
         """
         layers = [[W for W in w.values() if W.ndim == 2] for w in weights["layers"]]
-        head = weights.get("head", weights["embed"])
-        matrices = itertools.cycle([(*layer, head) for layer in layers])
+        others = [W for name, W in weights.items() if name != "layers" and W.ndim == 2]
+        groups = (
+            [W for W in (*layer, *others) if (1, W.shape) not in self.best] for layer in layers
+        )
+        matrices = itertools.cycle(list(groups))
         threads = (1, 2) if (os.cpu_count() or 1) > 1 else (1,)
         spent: dict[tuple, float] = {}
         with one_blas_thread():
@@ -262,7 +266,7 @@ class TiledProduct:
                 # more inside a pass, where the second thread has had time to fall asleep.
                 cost = {(r, n): spent[r, n, shape] * (0.9 + 0.1 * n) for r, n in ways}
                 self.best[T, shape] = min(cost, key=cost.get)
-        self.milliseconds = {
+        self.milliseconds = self.milliseconds or {
             rows: {n: 1e3 * sum(spent[rows, n, W.shape] for W in layers[0]) for n in threads}
             for rows in self.ROWS
         }
@@ -330,6 +334,7 @@ class Config:
     eps: float
     inv_freq: tuple[float, ...]
     absent: frozenset[str]
+    head_rows: int = 0  # N; tokens that a draft with a trimmed head can propose
 
     def size(self, letters: str) -> int:
         """The number behind the letters of a shape: products such as 'HC' or '3D' included.
@@ -339,7 +344,7 @@ class Config:
         """
         numbers = dict(
             D=self.width, H=self.heads, G=self.kv_heads, C=self.head_dim, F=self.hidden,
-            V=self.vocab, P=self.context,
+            V=self.vocab, P=self.context, N=self.head_rows,
         )  # fmt: skip
         return math.prod(int(c) if c.isdigit() else numbers[c] for c in letters)
 
@@ -512,6 +517,17 @@ LLAMA_WEIGHTS = (
     ("down_bias", "layers.{l}.mlp.down_proj.bias", "D"),
     ("norm", "norm.weight", "D"),
     ("head", "lm_head.weight", "V D"),
+)
+
+# A draft conditioned on the target's states: it has no embedding of its own, and a head of only N
+# tokens, whose ids are stored beside it.
+DRAFT_WEIGHTS = (
+    ("embed_norm", "embed_norm.weight", "D"),
+    ("state_norm", "state_norm.weight", "D"),
+    ("join", "join.weight", "D 2D"),
+    *(row for row in LLAMA_WEIGHTS if row[0] not in ("embed", "head")),
+    ("head", "lm_head.weight", "N D"),
+    ("head_ids", "lm_head.ids", "N"),
 )
 
 GPT2_WEIGHTS = (
@@ -759,6 +775,39 @@ def load(folder: str | Path, backend: Backend | None = None) -> Model:
     if family is None:
         kind, known = raw.get("model_type"), ", ".join(FAMILIES)
         raise ValueError(f"{folder}: model_type {kind!r} is not implemented; known: {known}")
+    config, weights = _read_folder(folder, raw, family, backend)
+    backend.prepare(weights)
+    return Model(config, weights, backend, family.block)
+
+
+def load_draft(folder: str | Path, target: Model) -> StateDraftModel:
+    """A draft that was trained for `target` and works on its backend, with its embedding.
+
+    Raises ValueError, beside what `load` raises, when it was made for a model of another shape.
+    """
+    folder = Path(folder)
+    raw = read_json(folder / "config.json")
+    config, weights = _read_folder(folder, raw, DRAFT, target.backend)
+    target.backend.prepare(weights)
+    facts = raw.get("target")
+    for key in ("layers", "width", "heads", "kv_heads", "hidden", "vocab"):
+        made_for = facts.get(key) if isinstance(facts, dict) else None
+        if made_for != getattr(target.config, key):
+            raise ValueError(
+                f"{folder} is a draft for a target of {made_for} {key}, this one has "
+                f"{getattr(target.config, key)}: choose another draft, or --draft ngram"
+            )
+    if (config.width, config.vocab) != (target.config.width, target.vocab):
+        raise ValueError(f"{folder}: a draft has the width and the vocabulary of its target")
+    return StateDraftModel(config, weights, target)
+
+
+def is_draft(folder: str | Path) -> bool:
+    """True for a folder that load_draft reads, false for one that `load` reads."""
+    return read_json(Path(folder) / "config.json").get("model_type") == "minispec_draft"
+
+
+def _read_folder(folder: Path, raw: dict, family: Family, backend: Backend):
     if raw.get("quantization_config"):
         raise ValueError(f"{folder}: quantized checkpoints are not read; use an unquantized one")
     try:
@@ -767,9 +816,7 @@ def load(folder: str | Path, backend: Backend | None = None) -> Model:
         raise ValueError(f"{folder}/config.json: a value of the wrong kind ({error})") from None
     parts = plan(config, family.weights, checkpoint_tensors(folder))
     check_memory(parts, folder)
-    weights = read_weights(parts, config.layers, backend)
-    backend.prepare(weights)
-    return Model(config, weights, backend, family.block)
+    return config, read_weights(parts, config.layers, backend)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -890,7 +937,11 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer):
 
 
 class Cache:
-    """Keys [L, G, C, capacity] and values [L, G, capacity, C] of the tokens seen so far, a length.
+    """What a model remembers of the tokens seen so far: arrays of some capacity, and a length.
+
+    k, v     keys [L, G, C, capacity] and values [L, G, capacity, C] of every layer
+    states   [capacity, D]: what the head makes its logits from; a drafter may read them
+    known    how many states, from the first, were given from outside: a pass leaves those alone
 
     Entries at or past `length` are dead: never read, overwritten by the next call. That is why
     rollback costs nothing but a smaller number.
@@ -900,8 +951,9 @@ class Cache:
         L, G, C = config.layers, config.kv_heads, config.head_dim
         zeros = partial(backend.xp.zeros, dtype=backend.dtype, device=backend.device)
         self.k, self.v = zeros((L, G, C, capacity)), zeros((L, G, capacity, C))
+        self.states = zeros((capacity, config.width))
         self.capacity = capacity
-        self.length = 0
+        self.length = self.known = 0
 
     def truncate(self, length: int):
         """Forget everything after the first `length` tokens."""
@@ -1017,6 +1069,12 @@ def gpt2_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
     return x + project(gelu(up, xp), w, "down", linear)
 
 
+def draft_config(raw: dict) -> Config:
+    """config.json of a draft for one target -> Config. `head_size` is the N of its weights."""
+    config = llama_config({**raw, "tie_word_embeddings": False})
+    return dataclasses.replace(config, head_rows=_read(raw, "head_size", "count"))
+
+
 class Family(NamedTuple):
     """A kind of model: how to read its config.json, names of its weights, what a layer does."""
 
@@ -1025,6 +1083,7 @@ class Family(NamedTuple):
     block: Callable
 
 
+DRAFT = Family(draft_config, DRAFT_WEIGHTS, llama_block)
 FAMILIES = {
     "gpt2": Family(gpt2_config, GPT2_WEIGHTS, gpt2_block),
     "llama": Family(llama_config, LLAMA_WEIGHTS, llama_block),
@@ -1068,7 +1127,7 @@ class Model:
             raise ValueError(f"{len(tokens)} tokens do not fit: cache and context hold {limit}")
         with self.backend.during_pass(len(new)):
             for piece in self._pieces(new, rows):
-                x = self.hidden(piece, cache)
+                x = self.feed(piece, cache)
             return self.backend.to_numpy(self.head(x[x.shape[0] - rows :, :]))
 
     def _pieces(self, new: Sequence[int], rows: int) -> Iterator[Sequence[int]]:
@@ -1078,25 +1137,68 @@ class Model:
             yield new[a : min(a + self.LONGEST_PASS, len(new) - last)]
         yield new[len(new) - last :]
 
-    def hidden(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
-        """Feed T tokens through all layers: the states before the final norm."""
-        xp, device, w = self.backend.xp, self.backend.device, self.weights
-        T, S = len(new), cache.length + len(new)
-        x = look_up(w["embed"], new, self.backend)  # [T, D]
-        if "positions" in w:
-            x = x + look_up(w["positions"], range(S - T, S), self.backend)
-        positions = xp.arange(S - T, S, dtype=self.backend.dtype, device=device)
-        rope = rope_tables(positions, self.inv_freq, xp)
-        mask = causal_mask(T, S, self.config.heads // self.config.kv_heads, self.backend)
-        for l, layer in enumerate(w["layers"]):
-            x = self.block(x, layer, self.config, cache, l, rope, mask, self.backend)
-        cache.length = S
-        return x
-
-    def head(self, x):  # [rows, D] -> [rows, V]
-        w, c, xp = self.weights, self.config, self.backend.xp
+    def feed(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
+        """Put T tokens through all layers; their states after the final norm, also in the cache."""
+        xp, w, c = self.backend.xp, self.weights, self.config
+        x = self.layers(self.embed(new, cache), cache)
         if "norm_bias" in w:
             x = layer_norm(x, w["norm"], w["norm_bias"], c.eps, xp)
         else:
             x = rms_norm(x, w["norm"], c.eps, xp)
-        return self.backend.linear(x, w["embed"] if "head" in c.absent else w["head"])
+        first = max(cache.known, cache.length - len(new))
+        cache.states[first : cache.length, :] = x[len(new) - (cache.length - first) :, :]
+        return x
+
+    def embed(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
+        x, S = look_up(self.weights["embed"], new, self.backend), cache.length + len(new)
+        if "positions" in self.weights:
+            x = x + look_up(self.weights["positions"], range(cache.length, S), self.backend)
+        return x
+
+    def layers(self, x, cache: Cache):  # [T, D] -> [T, D]
+        xp, device, c = self.backend.xp, self.backend.device, self.config
+        T, S = x.shape[0], cache.length + x.shape[0]
+        positions = xp.arange(S - T, S, dtype=self.backend.dtype, device=device)
+        rope = rope_tables(positions, self.inv_freq, xp)
+        mask = causal_mask(T, S, c.heads // c.kv_heads, self.backend)
+        for l, layer in enumerate(self.weights["layers"]):
+            x = self.block(x, layer, c, cache, l, rope, mask, self.backend)
+        cache.length = S
+        return x
+
+    def head(self, x):  # [rows, D] -> [rows, V]
+        tied = "head" in self.config.absent
+        return self.backend.linear(x, self.weights["embed" if tied else "head"])
+
+
+class StateDraftModel(Model):
+    """A draft that reads, beside each token, the target's state one token back.
+
+    (Li et al. 2024, "EAGLE", arXiv 2401.15077.) What it puts out stands in for the target's state
+    at that token until the target has computed it: the cache's `states` hold the true ones as far
+    as its drafter has put them there, then the guesses. The head knows only some tokens; the others
+    get -inf, which is q = 0. (Zhao et al. 2025, "FR-Spec", arXiv 2502.14856.)
+    """
+
+    def __init__(self, config: Config, weights: dict, target: Model):
+        xp = target.backend.xp
+        super().__init__(
+            config, weights | {"embed": target.weights["embed"]}, target.backend, llama_block
+        )
+        self.head_ids = xp.asarray(weights["head_ids"], dtype=xp.int64)
+        if not 0 <= int(xp.min(self.head_ids)) <= int(xp.max(self.head_ids)) < target.vocab:
+            raise ValueError("the draft's head names ids outside the target's vocabulary")
+
+    def embed(self, new, cache):  # T ids -> [T, D]
+        xp, w, (a, T) = self.backend.xp, self.weights, (cache.length, len(new))
+        x = rms_norm(super().embed(new, cache), w["embed_norm"], self.config.eps, xp)
+        back = cache.states[max(0, a - 1) : a + T - 1, :]
+        if a == 0:  # nothing came before the first token
+            back = xp.concat([xp.zeros_like(x[:1, :]), back], axis=0)
+        back = rms_norm(back, w["state_norm"], self.config.eps, xp)
+        return self.backend.linear(xp.concat([x, back], axis=-1), w["join"])
+
+    def head(self, x):  # [rows, D] -> [rows, V]
+        logits = self.backend.xp.full((x.shape[0], self.vocab), -math.inf, dtype=x.dtype)
+        logits[:, self.head_ids] = self.backend.linear(x, self.weights["head"])
+        return logits

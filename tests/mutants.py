@@ -43,6 +43,7 @@ LOOKUP_BY_HAND = "test_sampling:test_prompt_lookup_by_hand"
 FIXTURE_F = "test_sampling:test_F_has_law_p_and_acceptance_four_tenths"
 ONE_MODEL = "test_cache:test_cached_equals_recomputed_for_one_model"
 TWO_MODELS = "test_cache:test_each_way_and_no_later_token_for_two_models"
+DEFINITION = "test_draft:test_the_definition_for_one_pair"
 SMALL_SAMPLE = "test_montecarlo:test_texts_of_a_small_sample"
 
 
@@ -200,8 +201,8 @@ MUTANTS = [
     # --- the sampling law
     Mutant(
         "temperature multiplied",
-        "(z - best) / temperature",
-        "(z - best) * temperature",
+        "np.divide(p, temperature, out=p)",
+        "np.multiply(p, temperature, out=p)",
         "test_exact:test_filters_shape_the_target_law_of_a_few",
     ),
     Mutant(
@@ -323,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "padding of a narrow draft may be proposed",
-        "constant_values=-np.inf",
-        "constant_values=0.0",
+        "np.full(missing, -np.inf)",
+        "np.full(missing, 0.0)",
         "test_sampling:test_fit_width_cuts_or_pads",
     ),
     Mutant(
@@ -335,14 +336,14 @@ MUTANTS = [
     ),
     Mutant(
         "wide draft cut one too late",
-        "np.pad(logits[:vocab],",
-        "np.pad(logits[: vocab + 1],",
+        "if missing else logits[:vocab]",
+        "if missing else logits[: vocab + 1]",
         "test_sampling:test_fit_width_cuts_or_pads",
     ),
     Mutant(
         "wide draft not cut",
-        "np.pad(logits[:vocab],",
-        "np.pad(logits,",
+        "if missing else logits[:vocab]",
+        "if missing else logits",
         "test_exact:test_B36_draft_of_another_width_by_hand",
     ),
     Mutant(
@@ -374,6 +375,65 @@ MUTANTS = [
         "range(longest, shortest - 1, -1)",
         "range(shortest, longest + 1)",
         LOOKUP_BY_HAND,
+    ),
+    # --- a draft conditioned on the target's states
+    Mutant(
+        "the state of a token beside the token itself",
+        "back = cache.states[max(0, a - 1) : a + T - 1, :]",
+        "back = cache.states[a + (a == 0) : a + T, :]",
+        DEFINITION,
+        "model.py",
+    ),
+    Mutant(
+        "guesses kept where the target's states are known",
+        "super().keep(min(length, self.cache.known + 1))",
+        "super().keep(length)",
+        DEFINITION,
+    ),
+    Mutant(
+        "one guess kept where the target's state is known",
+        "super().keep(min(length, self.cache.known + 1))",
+        "super().keep(min(length, self.cache.known + 2))",
+        DEFINITION,
+    ),
+    Mutant(
+        "the target's newest state not taken over",
+        "new = slice(self.cache.known, verified)",
+        "new = slice(self.cache.known, verified - 1)",
+        DEFINITION,
+    ),
+    Mutant(
+        "drafting on states that the target has not computed",
+        "if self.seen.length < verified or verified > self.cache.capacity:",
+        "if verified > self.cache.capacity:",
+        DEFINITION,
+    ),
+    Mutant(
+        "a piece of a long prompt overwrites the state that the next one reads",
+        "first = max(cache.known, cache.length - len(new))",
+        "first = cache.length - len(new)",
+        "test_draft:test_a_long_prompt_in_pieces_gives_the_same_proposals",
+        "model.py",
+    ),
+    Mutant(
+        "the head's rows taken for the first tokens",
+        "logits[:, self.head_ids] =",
+        "logits[:, : len(self.head_ids)] =",
+        "test_draft:test_a_trimmed_head_by_hand",
+        "model.py",
+    ),
+    Mutant(
+        "a chain that rolls back only its first drafter",
+        """for d in self.drafters:
+            d.keep(length)""",
+        "self.drafters[0].keep(length)",
+        "test_draft:test_a_chain_of_two",
+    ),
+    Mutant(
+        "a chain that asks only its first drafter",
+        "next((found for found in each if found[0]), ([], []))",
+        "next(each)",
+        "test_draft:test_a_chain_of_two",
     ),
     # --- the loop
     Mutant(
@@ -496,8 +556,8 @@ MUTANTS = [
     ),
     Mutant(
         "learned positions that begin again at 0",
-        'look_up(w["positions"], range(S - T, S), self.backend)',
-        'look_up(w["positions"], range(T), self.backend)',
+        'look_up(self.weights["positions"], range(cache.length, S), self.backend)',
+        'look_up(self.weights["positions"], range(len(new)), self.backend)',
         TWO_MODELS,
         "model.py",
     ),

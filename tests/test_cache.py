@@ -216,8 +216,8 @@ def test_a_long_prompt_for_one_model():
 
 def test_no_pass_is_longer_than_a_piece_or_the_rows_asked_for():
     m, tokens = load("gpt2"), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
-    m.LONGEST_PASS, lengths, hidden = 5, [], m.hidden
-    m.hidden = lambda new, cache: (lengths.append(len(new)), hidden(new, cache))[1]
+    m.LONGEST_PASS, lengths, feed = 5, [], m.feed
+    m.feed = lambda new, cache: (lengths.append(len(new)), feed(new, cache))[1]
     for rows in 1, 7:
         m(tokens, m.new_cache(len(tokens)), rows)
     assert lengths == [5, 5, 3, 5, 1, 7]

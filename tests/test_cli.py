@@ -443,7 +443,7 @@ def test_a_real_sigint_ends_with_the_summary(target, tmp_path):
 class SlowDraft(minispec.Drafter):
     """Always proposes id 1, after a pause."""
 
-    def start(self, vocab, capacity):
+    def start(self, vocab, capacity, seen=None):
         self.q = minispec.point_mass(1, vocab)
 
     def propose(self, tokens, K, law, randomness):

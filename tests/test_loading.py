@@ -212,7 +212,12 @@ def layer_output(folder, token):
     """What the one layer adds to the token's embedding, [D]; as attention sees only itself, its
     output is the value heads."""
     m = load64(folder)
-    return m.hidden([token], m.new_cache(1))[0] - m.weights["embed"][token]
+    return before_norm(m, [token])[0] - m.weights["embed"][token]
+
+
+def before_norm(m, tokens):
+    cache = m.new_cache(len(tokens))
+    return m.layers(m.embed(tokens, cache), cache)
 
 
 def normed(x, weight):
@@ -252,7 +257,7 @@ def test_b44_gpt2_matrices_are_stored_in_out_also_where_they_are_square(tmp_path
     w = {key: rng.normal(size=shape).astype("<f4") for key, shape in shapes.items()}
     w["h.0.mlp.c_proj.weight"][:] = w["h.0.mlp.c_proj.bias"][:] = 0
     m = load64(write_checkpoint(tmp_path, config, w))
-    out = m.hidden([4], m.new_cache(1))[0]
+    out = before_norm(m, [4])[0]
 
     x = w["wte.weight"][4] + w["wpe.weight"][0].astype(np.float64)
     h = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w["h.0.ln_1.weight"] + w["h.0.ln_1.bias"]
@@ -305,7 +310,7 @@ def test_b41_a_tied_model_uses_its_embedding_as_head(extra_head, tmp_path):
     if extra_head:  # some files repeat it; what they hold does not count
         tensors["lm_head.weight"] = np.ones((7, 8), "<f4")
     m = load64(write_checkpoint(tmp_path, CONFIG, tensors))
-    x = m.hidden([2, 3], m.new_cache(2))
+    x = before_norm(m, [2, 3])
     expected = normed(x[1], tensors["model.norm.weight"]) @ tensors["model.embed_tokens.weight"].T
     assert np.allclose(m([2, 3], m.new_cache(2), rows=1)[0], expected, atol=1e-12)
 
