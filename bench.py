@@ -1,19 +1,20 @@
 """What speculative decoding gains on this machine, and why.
 
-    python bench.py --quick     # one streamed answer, then a first table, in less than a minute
-    python bench.py             # all prompts, K = 1..8, minutes
-    python bench.py --verification   # only v(T): BLAS's own way against tiles
+    python bench.py --quick         # one streamed answer, then first tables, in about a minute
+    python bench.py                 # all prompts, in minutes; --full for every K from 1 to 8
+    python bench.py --verification  # only v(T): BLAS's own way against tiles
 
-Both decode greedily with prompt lookup as the draft. What is measured, in this order:
+Drafts: the trained one, prompt lookup, and the two as a chain. What is measured, in this order:
     bandwidth   how fast the weights can be read at all: no one-row pass can be faster
     v(T)        seconds of a target pass over T rows / over one row, at the context in use
-    prediction  from v, and from replaying the drafter on calibration prompts: their plain
-                continuations are known, so acceptance and the host's own time a round cost no pass
+    prediction  from v, and from replaying each drafter on calibration prompts: their plain
+                continuations are known, so acceptance, the drafter's time and the host's own cost
+                no pass of the target
     measurement plain and speculative decoding in turn, on other prompts; prefill is left out
 
 Letters: K proposals a round, T rows in a pass, c = time of one draft step / of a one-row pass.
 
-What this file does not do: draft models, quantized targets, temperatures above 0, plots.
+What this file does not do: quantized targets, predictions at temperatures above 0, plots.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_info
 from tqdm import tqdm
 
 import minispec
-from minispec import PromptLookup, Round, run
+from minispec import Round, run
 from model import Model, llama_block, llama_config, load, numpy_backend
 from weights.fetch import resolve
 
@@ -140,15 +142,28 @@ def timed_pass(target, tokens, cache, rows: int) -> float:
 # ---------------------------------------------------------------- prediction
 
 
+class Known(NamedTuple):
+    """A prompt, its plain greedy continuation, and the target's states [tokens, D] of both."""
+
+    prompt: list[int]
+    more: list[int]
+    states: np.ndarray
+
+
 class Replay:
     """A target that already knows its greedy continuation, and whose passes cost nothing.
 
     Greedy rounds with it are those of the real target, token for token, so a drafter's acceptance
-    at every K and the host's time for a round can be had from one plain run.
+    at every K, its time and the host's for a round can be had from one plain run. For the drafter's
+    sake a pass drives as much through the processor's cache as a real one leaves there.
     """
 
-    def __init__(self, tokens: Sequence[int], target):
-        self.tokens, self.vocab, self.context = tokens, target.vocab, target.context
+    def __init__(self, known: Known, target):
+        self.tokens, self.states = [*known.prompt, *known.more], known.states
+        self.vocab, self.context = target.vocab, target.context
+        sizes = itertools.accumulate(W.nbytes for W in matrices(target))
+        passing = itertools.takewhile(lambda pair: pair[1] < 64e6, zip(matrices(target), sizes))
+        self.passing = [getattr(W, "stack", W) for W, _ in passing]
 
     class Cache:
         length = 0
@@ -157,9 +172,13 @@ class Replay:
             self.length = length
 
     def new_cache(self, capacity):
-        return self.Cache()
+        cache = self.Cache()
+        cache.states = self.states
+        return cache
 
     def __call__(self, tokens, cache, rows):
+        for W in self.passing:
+            np.max(W)
         cache.length = len(tokens)
         logits = np.zeros((rows, self.vocab), np.float32)
         for i, position in enumerate(range(len(tokens) - rows + 1, len(tokens) + 1)):
@@ -200,28 +219,29 @@ class Prediction:
 
     speedup: float
     c: float  # draft seconds a proposal / one-row pass
-    overhead: float  # host seconds a round, drafting included / one-row pass
+    overhead: float  # host seconds a round, drafting left out / one-row pass
 
 
-def predict(target, known: Sequence[tuple], K: int, one_pass: dict[int, float]) -> Prediction:
-    """From pass times and replays of `known` (prompt, plain continuation); medians over those."""
-    each = [predict_one(target, prompt, more, K, one_pass) for prompt, more in known]
+def predict(target, known: Sequence[Known], draft, K: int, one_pass: dict[int, float]):
+    """From pass times and replays; medians over the known continuations."""
+    each = [predict_one(target, k, draft, K, one_pass) for k in known]
     return Prediction(*(statistics.median(values) for values in zip(*each)))
 
 
-def predict_one(target, prompt, more, K, one_pass) -> tuple[float, float, float]:
+def predict_one(target, known: Known, draft, K, one_pass) -> tuple[float, float, float]:
     def replay(draft, K):
-        replayed = Replay([*prompt, *more], target)
-        answer = run(replayed, prompt, draft, K, max_new_tokens=len(more))
+        target_again, most = Replay(known, target), len(known.more)
+        answer = run(target_again, known.prompt, draft, K, max_new_tokens=most)
         host = (answer.seconds - answer.verification) / len(answer.rounds)
         return answer, Tally.of([answer.rounds], K), host
 
     _, _, plain_host = replay(None, 0)
-    answer, tally, host = replay(PromptLookup(), K)
+    answer, tally, host = replay(draft, K)
     round_seconds = statistics.fmean(one_pass[T] for T in tally.rows) + host
     speedup = (one_pass[1] + plain_host) * tally.tokens_per_round / round_seconds
     proposals = sum(len(r.proposals) for r in answer.rounds)
-    return speedup, answer.draft / max(1, proposals) / one_pass[1], host / one_pass[1]
+    overhead = host - answer.draft / len(answer.rounds)
+    return speedup, answer.draft / max(1, proposals) / one_pass[1], overhead / one_pass[1]
 
 
 # ---------------------------------------------------------------- measurement
@@ -233,11 +253,12 @@ def decoding_rate(answer: minispec.Answer) -> float:
     return tokens / (answer.seconds - answer.first_round)
 
 
-def measure_prompt(target, prompt, stop, Ks, most_tokens: int, tick) -> dict:
-    """Plain decoding and every K in turn: {"plain": [answers], K: answer}."""
+def measure_prompt(target, prompt, stop, drafts: dict, Ks, tick, **options) -> dict:
+    """Plain decoding and each draft at each K in turn: {"plain": [answers], (draft, K): answer}."""
 
     def answer(draft, K):
-        result = run(target, prompt, draft, K, max_new_tokens=most_tokens, stop=stop)
+        randomness = minispec.Randomness(seed=0)
+        result = run(target, prompt, draft, K, stop=stop, randomness=randomness, **options)
         if result.ended == "interrupted":
             raise KeyboardInterrupt
         tick()
@@ -245,10 +266,10 @@ def measure_prompt(target, prompt, stop, Ks, most_tokens: int, tick) -> dict:
 
     results: dict = {"plain": [answer(None, 0)]}
     check_length(results["plain"][0].tokens, Ks)
-    for i, K in enumerate(Ks):
-        results[K] = answer(PromptLookup(), K)
-        if i % 2:
-            results["plain"].append(answer(None, 0))
+    for K in Ks:
+        for name, draft in drafts.items():
+            results[name, K] = answer(draft, K)
+        results["plain"].append(answer(None, 0))
     return results
 
 
@@ -259,41 +280,43 @@ def check_length(tokens, Ks):
         )
 
 
-def speedup_of(results: dict, K: int) -> float | None:
+def speedup_of(results: dict, key: tuple[str, int]) -> float | None:
     """Speculative over plain rate; None where the two did not emit equally many tokens."""
-    if any(len(results[K].tokens) != len(p.tokens) for p in results["plain"]):
+    if any(len(results[key].tokens) != len(p.tokens) for p in results["plain"]):
         return None
-    return decoding_rate(results[K]) / plain_rate(results)
+    return decoding_rate(results[key]) / plain_rate(results)
 
 
 def plain_rate(results: dict) -> float:
     return statistics.median(decoding_rate(p) for p in results["plain"])
 
 
-def at_K(results: list[dict], K: int, prediction: Prediction, v: float) -> dict:
+def at_K(results: list[dict], draft: str, K: int, prediction: Prediction | None, v: float) -> dict:
     """One row of a table: medians over the prompts, acceptance over all rounds."""
-    tallies = [Tally.of([r[K].rounds], K) for r in results]
-    speedups = [speedup_of(r, K) for r in results]
+    answers = [r[draft, K] for r in results]
+    tallies = [Tally.of([a.rounds], K) for a in answers]
+    speedups = [speedup_of(r, (draft, K)) for r in results]
     alike = None not in speedups
     tokens = [t.tokens_per_round for t in tallies]
     return dict(
-        K=K, acceptance=Tally.of([r[K].rounds for r in results], K).acceptance,
+        K=K, acceptance=Tally.of([a.rounds for a in answers], K).acceptance,
         tokens_per_round=statistics.median(tokens),
         rows_per_round=statistics.median(statistics.fmean(t.rows) for t in tallies),
-        v=v, c=prediction.c, overhead=prediction.overhead, predicted=prediction.speedup,
+        v=v, c=prediction and prediction.c, overhead=prediction and prediction.overhead,
+        predicted=prediction and prediction.speedup,
         measured=statistics.median(speedups) if alike else None,
         spread=[min(speedups), max(speedups)] if alike else None,
         cost=statistics.median(t / s for t, s in zip(tokens, speedups)) if alike else None,
-        identical=sum(r[K].tokens == r["plain"][0].tokens for r in results),
+        identical=sum(a.tokens == r["plain"][0].tokens for a, r in zip(answers, results)),
     )  # fmt: skip
 
 
-def configuration(name, target: str, results: list[dict], Ks, predictions, v) -> dict:
+def configuration(name, target: str, draft: str, results: list[dict], Ks, predictions, v) -> dict:
     """One table: what was predicted and measured for every K, and which K is the best."""
-    by_k = [at_K(results, K, predictions[K], v[K + 1]) for K in Ks]
+    by_k = [at_K(results, draft, K, predictions.get((draft, K)), v[K + 1]) for K in Ks]
     best = max(by_k, key=lambda row: row["measured"] or 0.0)
     return dict(
-        name=name, target=target, draft="ngram", verification="token", quantize=None,
+        name=name, target=target, draft=draft, verification="token", quantize=None,
         prompts=len(results), plain_tokens_per_second=statistics.median(map(plain_rate, results)),
         c=best["c"], v={str(T): ratio for T, ratio in v.items()}, by_k=by_k, best_k=best["K"],
         speedup=best["measured"], predicted=best["predicted"], verdict=verdict(best),
@@ -383,18 +406,25 @@ HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  %
 
 def show(table: dict):
     print(
-        f"\nprompt lookup, {table['name']} (prompts: {table['prompts']}), against "
-        f"plain decoding at {table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
+        f"\ndraft {table['draft']}, {table['name']} (prompts: {table['prompts']}), against plain "
+        f"decoding at {table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
     )
     for row in table["by_k"]:
-        measured = "differ" if row["measured"] is None else f"{row['measured']:.2f}x"
         shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance"])
         print(
             f"{row['K']:2} {row['tokens_per_round']:12.2f} {row['rows_per_round']:10.2f} "
-            f"{row['v']:6.2f} {row['c']:5.3f} {row['overhead']:8.3f} {row['predicted']:8.2f}x "
-            f"{measured:>8}  {shares}"
+            f"{row['v']:6.2f} {figure(row['c'], '5.3f')} {figure(row['overhead'], '8.3f')} "
+            f"{times(row['predicted'], '-'):>9} {times(row['measured'], 'differ'):>8}  {shares}"
         )
     print(table["verdict"])
+
+
+def figure(value: float | None, form: str) -> str:
+    return f"{'-':>{form[0]}}" if value is None else f"{value:{form}}"
+
+
+def times(ratio: float | None, without: str) -> str:
+    return without if ratio is None else f"{ratio:.2f}x"
 
 
 def show_machine(rates: dict, one_pass: dict[int, float]):
@@ -434,11 +464,11 @@ def read_prompts(path: Path) -> dict:
     return found
 
 
-def first_answer(target, tokenizer):
+def first_answer(target, tokenizer, draft):
     print(f"> {minispec.EXAMPLE}")
     printer = minispec.Printer(tokenizer)
     prompt = tokenizer.chat(minispec.EXAMPLE)
-    answer = run(target, prompt, PromptLookup(), stop=tokenizer.stop, show=printer.show)
+    answer = run(target, prompt, draft, stop=tokenizer.stop, show=printer.show)
     printer.end()
     print(f"{answer}\n")
     if answer.ended == "interrupted":
@@ -450,51 +480,83 @@ def by_group(prompts: dict, each: int | None) -> dict[str, list]:
     return {g: [p for kind in kinds for p in prompts[kind][:each]] for g, kinds in GROUPS.items()}
 
 
-def plain_continuation(target, prompt, most_tokens: int, stop, Ks) -> list[int]:
+def known_continuation(target, prompt, stop, most_tokens: int, Ks) -> Known:
     more = list(minispec.autoregressive(target, prompt, max_new_tokens=most_tokens, stop=stop))
     check_length(more, Ks)
-    return more
+    cache = target.new_cache(len(prompt) + len(more))
+    target([*prompt, *more], cache, rows=1)
+    return Known(prompt, more, cache.states)
+
+
+def plan_of(args: argparse.Namespace, draft) -> dict[str, tuple]:
+    """{group: (names of drafts, Ks)}: what is measured."""
+    if args.draft or draft.name != minispec.TRAINED:
+        drafts = dict.fromkeys(GROUPS, (draft.name,))
+    else:
+        trained = draft.name.split(",")[-1]
+        drafts = {
+            "chat and code": (trained, draft.name, "ngram"), "copy-heavy": ("ngram", draft.name)
+        }  # fmt: skip
+    if args.full:
+        return {group: (names, range(1, 9)) for group, names in drafts.items()}
+    Ks = {"chat and code": (1, 2, 3, 4, 6), "copy-heavy": (1, 2, 4, 8)}
+    if args.quick:
+        Ks = {"chat and code": (1, 2, 4), "copy-heavy": (2, 8)}
+    return {group: (names, Ks[group]) for group, names in drafts.items()}
 
 
 def bench(args: argparse.Namespace):
+    minispec.check_sampling(args.temperature, None, 1.0)
     minispec.check_writable(args.json)
     prompts = read_prompts(args.prompts)
-    target, tokenizer, _ = minispec.load_pair(args.target, "ngram")
+    target, tokenizer, draft = minispec.load_pair(args.target, args.draft)
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
            for part, kinds in prompts.items()}  # fmt: skip
-    Ks, most_tokens, each = ((1, 2, 4, 8), 48, 1) if args.quick else (range(1, 9), 128, None)
-    first_answer(target, tokenizer)
+    plan, most_tokens, each = plan_of(args, draft), 48 if args.quick else 128, args.quick or None
+    names = dict.fromkeys(name for drafts, _ in plan.values() for name in drafts)
+    drafters = {name: minispec.load_drafter(name, target, tokenizer) for name in names}
+    first_answer(target, tokenizer, draft)
 
     rates = bandwidth(target)
-    (one_pass,) = pass_seconds([target], max(Ks) + 1)
+    (one_pass,) = pass_seconds([target], max(K for _, Ks in plan.values() for K in Ks) + 1)
     show_machine(rates, one_pass)
     v = {T: s / one_pass[1] for T, s in one_pass.items()}
 
-    known = {
-        group: [(p, plain_continuation(target, p, most_tokens, tokenizer.stop, Ks)) for p in ps]
-        for group, ps in by_group(ids["calibration"], each).items()
-    }
-    predictions = {
-        group: {K: predict(target, known[group], K, one_pass) for K in Ks} for group in GROUPS
-    }
+    predictions: dict = {group: {} for group in plan}
+    # At temperature 0 the answers end where they end; above, all have the same number of tokens.
+    stop = () if args.temperature else tokenizer.stop
+    if args.temperature == 0:  # a plain run is known beforehand at temperature 0 only
+        for group, calibration in by_group(ids["calibration"], each).items():
+            drafts, Ks = plan[group]
+            known = [known_continuation(target, p, stop, most_tokens, Ks) for p in calibration]
+            predictions[group] = {
+                (name, K): predict(target, known, drafters[name], K, one_pass)
+                for name, K in itertools.product(drafts, Ks)
+            }
 
     chosen = by_group(ids["measured"], each)
-    runs = sum(map(len, chosen.values())) * (1 + len(Ks) + len(Ks) // 2)
+    runs = sum(len(chosen[g]) * (1 + len(Ks) * (1 + len(d))) for g, (d, Ks) in plan.items())
+    configurations = []
     with tqdm(total=runs, desc="measuring", unit="run", file=sys.stderr) as bar:
-        results = {
-            g: [measure_prompt(target, p, tokenizer.stop, Ks, most_tokens, bar.update) for p in ps]
-            for g, ps in chosen.items()
-        }
-    configurations = [
-        configuration(g, args.target or "default", results[g], Ks, predictions[g], v)
-        for g in GROUPS
-    ]
+        for group, (drafts, Ks) in plan.items():
+            of_group = {name: drafters[name] for name in drafts}
+            results = [
+                measure_prompt(
+                    target, p, stop, of_group, Ks, bar.update, max_new_tokens=most_tokens,
+                    temperature=args.temperature,
+                )
+                for p in chosen[group]
+            ]  # fmt: skip
+            facts = group, args.target or "default"
+            configurations += [
+                configuration(*facts, name, results, Ks, predictions[group], v) for name in drafts
+            ]
     for c in configurations:
         show(c)
     report = dict(
         version=minispec.__version__, machine=machine(), bandwidth_gb_s=rates["bound"],
         bandwidth=rates, plain_tokens_per_second=configurations[0]["plain_tokens_per_second"],
-        configurations=configurations,
+        temperature=args.temperature, configurations=configurations,
         verification=dict(
             one_row_ms=1e3 * one_pass[1], auto={str(T): x for T, x in v.items()},
             ways_ms=getattr(target.backend.linear, "milliseconds", None),
@@ -509,8 +571,11 @@ def bench(args: argparse.Namespace):
 def main(argv: Sequence[str] | None = None) -> int:
     say = minispec.Parser(prog="bench.py", description="What speculation gains here, and why.")
     say.add_argument("--quick", action="store_true", help="less of everything, under a minute")
+    say.add_argument("--full", action="store_true", help="every K from 1 to 8")
     say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
+    say.add_argument("--draft", metavar="DIR_OR_ID|ngram", help="only this one, or this chain")
+    say.add_argument("--temperature", type=float, default=0.0, help="above 0: no predictions")
     say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     say.add_argument("--json", metavar="FILE", help="also write the figures there")
     return minispec.guard("bench.py", lambda: dispatch(say.parse_args(argv)))

@@ -181,6 +181,7 @@ RULES = {"token": token_rule}
 class Drafter:
     """Proposes tokens. This base class never does, which makes `generate` plain decoding."""
 
+    name = "none"
     cached = 0  # tokens in the drafter's own cache, for --trace
 
     def start(self, vocab: int, capacity: int, seen=None):
@@ -204,8 +205,8 @@ class Drafter:
 class ModelDraft(Drafter):
     """A smaller model of the same vocabulary, sampled by the same law as the target."""
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, name: str = "model"):
+        self.model, self.name = model, name
 
     def start(self, vocab, capacity, seen=None):
         self.vocab = vocab
@@ -258,7 +259,7 @@ class Chain(Drafter):
     """The first of several drafters that has a proposal makes the round's."""
 
     def __init__(self, drafters: Sequence[Drafter]):
-        self.drafters = drafters
+        self.drafters, self.name = drafters, ",".join(d.name for d in drafters)
 
     def start(self, vocab, capacity, seen=None):
         for d in self.drafters:
@@ -296,6 +297,8 @@ class PromptLookup(Drafter):
     The longest suffix of `longest` to `shortest` tokens that occurred before decides. A copy that
     reaches the end goes on with what it just proposed. (Saxena 2023, "Prompt Lookup Decoding".)
     """
+
+    name = "ngram"
 
     def __init__(self, longest: int = 3, shortest: int = 2):
         self.sizes = range(longest, shortest - 1, -1)
@@ -649,35 +652,45 @@ class WatchedRandomness(Randomness):
 
 
 DRAFTS = {"none": Drafter, "ngram": PromptLookup}
+TRAINED = "ngram,weights/draft"  # prompt lookup, and where it finds nothing the trained draft
 
 
-def load_pair(target_name: str | None, draft_name: str):
+def load_pair(target_name: str | None = None, draft_name: str | None = None):
     """Names as the command line has them -> target model, its tokenizer, drafter.
 
     target: a checkpoint folder or a hub id; None is the default one, fetched when it is not there.
     draft: "none", "ngram", or a folder or id with the target's vocabulary; several with commas
-    between them are tried in this order, each round.
+    between them are tried in this order, each round. None is TRAINED where it fits the target,
+    else "ngram".
     """
     from model import Tokenizer, load
     from weights.fetch import resolve
 
     folder = resolve(target_name)
     target, tokenizer = load(folder), Tokenizer(folder)
-    drafters = [load_drafter(name, target, tokenizer) for name in draft_name.split(",")]
-    return target, tokenizer, drafters[0] if len(drafters) == 1 else Chain(drafters)
+    try:
+        return target, tokenizer, load_drafter(draft_name or TRAINED, target, tokenizer)
+    except ValueError:
+        if target_name is None or draft_name is not None:
+            raise
+    return target, tokenizer, PromptLookup()
 
 
-def load_drafter(name: str, target, tokenizer) -> Drafter:
+def load_drafter(names: str, target, tokenizer) -> Drafter:
+    """A drafter, or a chain of them, for this target, as `load_pair` names them."""
     from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft
     from weights.fetch import resolve
 
-    if name in DRAFTS:
-        return DRAFTS[name]()
-    folder = resolve(name)
-    if is_draft(folder):
-        return StateDraft(load_draft(folder, target))
-    check_same_vocabulary(tokenizer, Tokenizer(folder))
-    return ModelDraft(load(folder))
+    drafters: list[Drafter] = []
+    for name in names.split(","):
+        if name in DRAFTS:
+            drafters.append(DRAFTS[name]())
+        elif is_draft(folder := resolve(name)):
+            drafters.append(StateDraft(load_draft(folder, target), name))
+        else:
+            check_same_vocabulary(tokenizer, Tokenizer(folder))
+            drafters.append(ModelDraft(load(folder), name))
+    return drafters[0] if len(drafters) == 1 else Chain(drafters)
 
 
 class Parser(argparse.ArgumentParser):
@@ -689,7 +702,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     say = Parser(prog="minispec.py", description="Answer a prompt with speculative decoding.")
     say.add_argument("prompt", nargs="?", help='the question; "-" or a pipe reads standard input')
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
-    say.add_argument("--draft", default="ngram", metavar="DIR_OR_ID|ngram|none")
+    say.add_argument(
+        "--draft", metavar="DIR_OR_ID|ngram|none",
+        help=f"several with commas are tried in turn (default {TRAINED}, if it fits the target)",
+    )  # fmt: skip
     say.add_argument("-K", type=int, default=4, help="proposals a round (default %(default)s)")
     say.add_argument("-n", type=int, default=128, help="most tokens to emit (default %(default)s)")
     say.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -762,11 +778,13 @@ def answer_prompt(args: argparse.Namespace):
         randomness=randomness, verify=RULES[args.verify],
     )  # fmt: skip
     printer.end()
+    if args.draft is None and draft.name != TRAINED:
+        print("the trained draft does not fit this target: prompt lookup drafted", file=sys.stderr)
     print(answer, file=sys.stderr)
     if args.json:
         backend = target.backend
         about = dict(
-            version=__version__, target=args.target or "default", draft=args.draft,
+            version=__version__, target=args.target or "default", draft=draft.name,
             verify=args.verify, K=args.K, seed=args.seed, backend=backend.name,
             device=str(backend.device), dtype=str(backend.dtype), prompt_tokens=len(prompt),
         )  # fmt: skip

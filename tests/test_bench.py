@@ -4,6 +4,7 @@ A replay of known continuations goes through the very rounds of the real target;
 only where both sides emitted equally many tokens; every clock stops on a synchronised device.
 """
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_a_replay_goes_through_the_rounds_of_the_target(target, K):
     def rounds(model):
         return list(minispec.generate(model, PROMPT, minispec.PromptLookup(), K, max_new_tokens=N))
 
-    real, replayed = rounds(target), rounds(bench.Replay([*PROMPT, *plain], target))
+    known = bench.known_continuation(target, PROMPT, (), N, [1])
+    assert known.more == plain and known.states.shape == (len(PROMPT) + N, target.config.width)
+    real, replayed = rounds(target), rounds(bench.Replay(known, target))
     facts = [(r.tokens, r.accepted, r.proposals, r.ended) for r in real]
     assert [(r.tokens, r.accepted, r.proposals, r.ended) for r in replayed] == facts
     assert K == 0 or any(r.accepted for r in real), "nothing accepted: this shows too little"
@@ -62,15 +65,15 @@ def generation(seconds, *rounds):
 def test_a_speedup_compares_rates_after_the_first_round():
     plain = generation(5.0, *[answered(0, 0)] * 5)  # 4 tokens in 4 s
     fast = generation(3.0, answered(0, 0), answered(1, 1), answered(1, 1))  # 4 tokens in 2 s
-    assert bench.speedup_of({"plain": [plain], 4: fast}, 4) == 2.0
+    assert bench.speedup_of({"plain": [plain], ("x", 4): fast}, ("x", 4)) == 2.0
 
 
 def test_no_speedup_where_the_outputs_differ_in_length():
     plain, longer = generation(3.0, *[answered(0, 0)] * 3), generation(4.0, *[answered(0, 0)] * 4)
-    results = {"plain": [plain], 1: longer}
-    assert bench.speedup_of(results, 1) is None
-    prediction = {1: bench.Prediction(1.0, 0.0, 0.0)}
-    table = bench.configuration("x", "default", [results], [1], prediction, {1: 1.0, 2: 1.5})
+    results = {"plain": [plain], ("d", 1): longer}
+    assert bench.speedup_of(results, ("d", 1)) is None
+    prediction = {("d", 1): bench.Prediction(1.0, 0.0, 0.0)}
+    table = bench.configuration("x", "default", "d", [results], [1], prediction, {1: 1.0, 2: 1.5})
     assert table["by_k"][0]["cost"] is None
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
@@ -138,7 +141,9 @@ def test_prediction_is_the_cost_model(target, monkeypatch):
     rounds = list(minispec.generate(target, PROMPT, minispec.PromptLookup(), 2, max_new_tokens=10))
     tally = bench.Tally.of([rounds], 2)
     one_pass = {1: 10.0, 2: 12.0, 3: 13.0}  # seconds: the host's microseconds vanish beside them
-    got = bench.predict(target, [(PROMPT, plain)], 2, one_pass)
+    known = bench.known_continuation(target, PROMPT, (), 10, [1])
+    assert known.more == plain
+    got = bench.predict(target, [known], minispec.PromptLookup(), 2, one_pass)
     mean = np.mean([one_pass[T] for T in tally.rows])
     assert got.speedup == pytest.approx(tally.tokens_per_round * 10 / mean, rel=1e-2)
     assert 0 <= got.c < 1e-3 and 0 < got.overhead < 1e-2
@@ -156,8 +161,12 @@ class StubTokenizer:
 
 @pytest.fixture
 def tiny(monkeypatch, target):
-    pair = (target, StubTokenizer(), minispec.PromptLookup())
-    monkeypatch.setattr(minispec, "load_pair", lambda *names: pair)
+
+    def load_pair(target_name, draft_name):
+        draft = minispec.load_drafter(draft_name or "ngram", target, None)
+        return target, StubTokenizer(), draft
+
+    monkeypatch.setattr(minispec, "load_pair", load_pair)
     monkeypatch.setattr(
         bench, "pass_seconds", lambda targets, rows: [{T: 1.0 * T for T in range(1, 10)}]
     )
@@ -172,16 +181,44 @@ def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
     assert max(map(len, tables)) <= 100
     assert report["verification"]["auto"]["2"] == 2.0
     for table in report["configurations"]:
-        assert [row["K"] for row in table["by_k"]] == [1, 2, 4, 8]
+        Ks = [1, 2, 4] if table["name"] == "chat and code" else [2, 8]
+        assert [row["K"] for row in table["by_k"]] == Ks
         assert all(len(row["acceptance"]) == row["K"] for row in table["by_k"])
         assert table["speedup"] == max(row["measured"] for row in table["by_k"])
         assert str(table["best_k"]) in table["verdict"]
+
+
+def test_above_temperature_0_nothing_is_predicted_and_the_lengths_agree(tiny, tmp_path, capsys):
+    line = ["--quick", "--temperature", "1", "--json", str(tmp_path / "b.json")]
+    assert bench.main(line) == 0
+    for table in json.loads((tmp_path / "b.json").read_text())["configurations"]:
+        assert all(row["predicted"] is None and row["measured"] for row in table["by_k"])
+    out = capsys.readouterr().out
+    assert max(map(len, out[out.index("v(T)") :].splitlines()[:-1])) <= 100
+
+
+def options_of(*line):
+    namespace = dict(draft=None, full=False, quick=False)
+    return argparse.Namespace(**namespace | {name: True for name in line})
+
+
+def test_what_is_measured_by_default():
+    chain = minispec.Drafter()
+    chain.name = minispec.TRAINED
+    plan = bench.plan_of(options_of(), chain)
+    assert plan["chat and code"][0] == ("weights/draft", minispec.TRAINED, "ngram")
+    assert plan["copy-heavy"][0] == ("ngram", minispec.TRAINED)
+    full = bench.plan_of(options_of("full"), minispec.PromptLookup())
+    assert {names for names, _ in full.values()} == {("ngram",)}
+    assert all(list(Ks) == list(range(1, 9)) for _, Ks in full.values())
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--json", "/nowhere/b.json"], "cannot write"),
+        (["--temperature", "-1"], "temperature"),
+        (["--draft", "no-such-draft"], "no-such-draft"),
         (["--prompts", "/nowhere/p.json"], "p.json"),
         (["--prompts", str(FOLDER / "config.json")], "measured"),
         (["--nonsense"], "--nonsense"),
@@ -226,11 +263,11 @@ def test_rows_are_medians_over_prompts():
         plain = generation(7.0, *[answered(0, 0)] * 7)
         return {
             "plain": [plain],
-            1: generation(1.0 + seconds, answered(0, 0), *[answered(1, 1)] * 3),
+            ("d", 1): generation(1.0 + seconds, answered(0, 0), *[answered(1, 1)] * 3),
         }
 
     results = [prompt(3.0), prompt(2.0), prompt(6.0)]
-    row = bench.at_K(results, 1, bench.Prediction(1.5, 0.1, 0.2), v=1.25)
+    row = bench.at_K(results, "d", 1, bench.Prediction(1.5, 0.1, 0.2), v=1.25)
     assert (row["measured"], row["spread"]) == (2.0, [1.0, 3.0])
     assert (row["tokens_per_round"], row["cost"], row["rows_per_round"]) == (2, 1.0, 2)
 

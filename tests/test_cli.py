@@ -204,6 +204,11 @@ def test_a_draft_of_another_vocabulary_is_one_line(say, tmp_path):
     assert_one_line(say("--draft", str(draft)), "different vocabularies", "id 0")
 
 
+def test_a_target_that_the_trained_draft_does_not_fit_says_so_once(say):
+    assert say("-n", "3")[2].count("the trained draft does not fit this target") == 1
+    assert "does not fit" not in say("-n", "3", "--draft", "ngram")[2]
+
+
 # --- right input -------------------------------------------------------------------------------
 
 
@@ -406,7 +411,8 @@ class Interrupting(minispec.PromptLookup):
 
 def test_ctrl_c_ends_with_the_summary(say, tmp_path, monkeypatch):
     monkeypatch.setitem(minispec.DRAFTS, "ngram", Interrupting)
-    status, out, error = say("--json", str(tmp_path / "out.json"), "-n", "100")
+    line = "--draft", "ngram", "--json", str(tmp_path / "out.json"), "-n", "100"
+    status, out, error = say(*line)
     data = json.loads((tmp_path / "out.json").read_text())
     assert (status, data["ended"], error.count("\n")) == (130, "interrupted", 1)
     assert "ended by interrupted" in error and 0 < len(data["tokens"]) < 100

@@ -59,13 +59,14 @@ HF_NAMES = {
 def resolve(name=None):
     """The folder of the model called `name`; downloads it when needed.
 
-    name: None or "smollm2-135m-instruct" for the default target, a local folder, or a hub id
-    "org/name". A local folder wins over a hub id of the same spelling.
+    name: None or "smollm2-135m-instruct" for the default target, "weights/draft" for its trained
+    draft, from any working folder; a local folder; or a hub id "org/name". A local folder wins over
+    a hub id of the same spelling.
     Raises FileNotFoundError, ConnectionError, another OSError, or ValueError: one clear line each.
     """
     if name is None or str(name) == NAME:
         return fetch()
-    folder = Path(name).expanduser()
+    folder = HERE / "draft" if str(name) == "weights/draft" else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if folder.exists():
