@@ -4,9 +4,10 @@
     python tests/compare_transformers.py
 
 21 prompts x 64 tokens, greedy, float32, as many threads on both sides. Compared up to the first
-difference: plain and speculative (prompt lookup) decoding of ours, `generate` of theirs; and the
-logits of every position. The programs take turns, prompt by prompt; rates leave out the first
-token, whose pass holds the prompt, on both sides. Not part of the test suite: it needs torch.
+difference: plain and speculative decoding of ours (prompt lookup; the default chain), `generate` of
+theirs, plain and with its own prompt lookup (K = 4 as ours, and its usual 10); and the logits of
+every position. The programs take turns, prompt by prompt; rates leave out the tokens of the first
+pass, which holds the prompt, on both sides. Not part of the test suite: it needs torch.
 """
 
 import json
@@ -31,28 +32,29 @@ MORE = [
 ]  # fmt: skip
 
 
-class FirstToken(transformers.generation.streamers.BaseStreamer):
-    """Notes when the first new token is there: the prompt itself comes first."""
+class Watch(transformers.generation.streamers.BaseStreamer):
+    """Notes when tokens come and how many: the prompt itself, then those of each pass."""
 
     def __init__(self):
-        self.times = []
+        self.times, self.counts = [], []
 
     def put(self, value):
         self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
 
     def end(self):
         pass
 
 
-def theirs(hf, prompt):  # -> tokens, tokens a second after the first
-    watch, ids = FirstToken(), torch.tensor([prompt])
+def theirs(hf, prompt, **options):  # -> tokens, tokens a second after the first pass
+    watch, ids = Watch(), torch.tensor([prompt])
     with torch.inference_mode():
         out = hf.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=N, do_sample=False,
-            streamer=watch,
+            streamer=watch, **options,
         )  # fmt: skip
     tokens = out[0, len(prompt) :].tolist()
-    return tokens, (len(tokens) - 1) / (watch.times[-1] - watch.times[1])
+    return tokens, sum(watch.counts[2:]) / (watch.times[-1] - watch.times[1])
 
 
 def ours(target, prompt, stop, draft):
@@ -69,18 +71,23 @@ def best_two_apart(target, tokens):
 
 def main():
     torch.set_num_threads(os.cpu_count())
-    target, tokenizer, _ = minispec.load_pair(None, "none")
+    target, tokenizer, chain = minispec.load_pair()
     from weights.fetch import resolve
 
     hf = transformers.AutoModelForCausalLM.from_pretrained(resolve(), dtype=torch.float32)
     groups = json.loads(Path(minispec.__file__).with_name("prompts.json").read_text())["measured"]
     texts = [minispec.EXAMPLE, *(text for texts in groups.values() for text in texts), *MORE]
-    rates, worst, differing = {"plain": [], "lookup": [], "transformers": []}, 0.0, 0
+    drafts = {"plain": None, "prompt lookup": minispec.PromptLookup(), "default chain": chain}
+    lookups = {f"transformers, prompt lookup {K}": K for K in (4, 10)}
+    rates: dict = {name: [] for name in ("transformers", *lookups, *drafts)}
+    worst, differing = 0.0, 0
     for text in texts:
         prompt = tokenizer.chat(text)
         expected, rate = theirs(hf, prompt)
         rates["transformers"].append(rate)
-        for name, draft in (("plain", None), ("lookup", minispec.PromptLookup())):
+        for name, K in lookups.items():
+            rates[name].append(theirs(hf, prompt, prompt_lookup_num_tokens=K)[1])
+        for name, draft in drafts.items():
             tokens, rate = ours(target, prompt, tokenizer.stop, draft)
             rates[name].append(rate)
             if tokens != expected:
@@ -93,11 +100,15 @@ def main():
             logits = hf(torch.tensor([whole])).logits[0].numpy()
         mine = target(whole, target.new_cache(len(whole)), rows=len(whole))
         worst = max(worst, float(np.abs(mine - logits).max()))
-    print(f"{len(texts)} prompts x {N} tokens: {differing} of {2 * len(texts)} outputs differ")
+    outputs = len(drafts) * len(texts)
+    print(f"{len(texts)} prompts x {N} tokens: {differing} of {outputs} outputs differ")
     print(f"largest difference of a logit: {worst:.1e}")
     for name, r in rates.items():
         ratio = statistics.median(a / b for a, b in zip(r, rates["transformers"]))
-        print(f"{name:13} {statistics.median(r):6.1f} tokens/s, {ratio:.2f} x transformers")
+        print(f"{name:30} {statistics.median(r):6.1f} tokens/s, {ratio:.2f} x transformers")
+    best = [max(pair) for pair in zip(*(rates[name] for name in lookups))]
+    chain_ratio = statistics.median(a / b for a, b in zip(rates["default chain"], best))
+    print(f"default chain {chain_ratio:.2f} x the better of transformers' prompt lookups")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
     assert max(map(len, tables)) <= 100
     assert report["verification"]["auto"]["2"] == 2.0
     for table in report["configurations"]:
-        Ks = [1, 2, 4] if table["name"] == "chat and code" else [2, 8]
+        Ks = [2, 4] if table["name"] == "chat and code" else [2, 8]
         assert [row["K"] for row in table["by_k"]] == Ks
         assert all(len(row["acceptance"]) == row["K"] for row in table["by_k"])
         assert table["speedup"] == max(row["measured"] for row in table["by_k"])
