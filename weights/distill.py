@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -504,7 +505,7 @@ def train(minutes: float):
 
     while done < 1:
         order = order or batches(text, rng)
-        wave = 0.03 + 0.97 * 0.5 * (1 + np.cos(np.pi * done))
+        wave = 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done))
         for optimiser, rate in optimisers.items():
             optimiser.zero_grad()
             for group in optimiser.param_groups:
