@@ -327,10 +327,14 @@ WEIGHT_OF_USER_TURN = 0.15
 class Text:
     """The conversations of all shards, with the target's states; every 25th is held out."""
 
-    def __init__(self):
+    def __init__(self, target: Target):
         self.ids, self.states, self.train, self.held_out = [], [], [], []
         for path in sorted(TEXT.glob("[0-9]*.npz")):
-            shard, states = np.load(path), np.load(path.with_suffix(".states.npy"), mmap_mode="r")
+            shard, states_file = np.load(path), path.with_suffix(".states.npy")
+            if not states_file.is_file():  # git has only the ids
+                print(f"computing the states of {path.name}", flush=True)
+                np.save(states_file, states_of(target, shard["ids"], shard["lengths"]))
+            states = np.load(states_file, mmap_mode="r")
             ends = np.cumsum(shard["lengths"], dtype=int)
             for start, end in zip([0, *ends[:-1]], ends):
                 if end - start > 40:
@@ -352,6 +356,17 @@ class Text:
             if len(opened) > 2:
                 weight[b, opened[2] + 2 : n - 1] = 1
         return torch.from_numpy(ids), torch.from_numpy(states), torch.from_numpy(weight)
+
+
+@torch.inference_mode()
+def states_of(target: Target, ids, lengths) -> np.ndarray:  # [tokens], [conversations]
+    """The target's states [tokens, D] float16, each conversation on its own."""
+    states = np.empty((len(ids), target.c.width), np.float16)
+    for end, n in zip(np.cumsum(lengths, dtype=int), lengths.tolist()):
+        row = torch.from_numpy(ids[end - n : end].astype(np.int64))[None]
+        causal = torch.full((n, n), -torch.inf, dtype=torch.bfloat16).triu(1)[None, None]
+        states[end - n : end] = target(row, 0, target.new_cache(1, n), causal)[0].numpy()
+    return states
 
 
 class Draft(torch.nn.Module):
@@ -476,7 +491,8 @@ def frequent_ids(text: Text, vocab: int) -> np.ndarray:
 
 def train(minutes: float):
     """`minutes` of both cores, from where the checkpoint ends; then the folder is written."""
-    target, text = Target(), Text()
+    target = Target()
+    text = Text(target)
     saved = torch.load(CHECKPOINT) if CHECKPOINT.is_file() else {}
     step, done = saved.get("step", 0), saved.get("done", 0.0)
     torch.manual_seed(step)
@@ -535,7 +551,8 @@ def batches(text: Text, rng) -> list:
 
 
 def evaluate():
-    target, text = Target(), Text()
+    target = Target()
+    text = Text(target)
     saved = torch.load(CHECKPOINT)
     draft = Draft(target, saved["head_ids"])
     draft.load_state_dict(saved["draft"])
