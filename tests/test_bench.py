@@ -173,7 +173,8 @@ def tiny(monkeypatch, target):
 
 
 def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
-    assert bench.main(["--quick", "--json", str(tmp_path / "b.json")]) == 0
+    line = ["--quick", "--target", "some/where", "--json", str(tmp_path / "b.json")]
+    assert bench.main(line) == 0
     out = capsys.readouterr().out
     report = json.loads((tmp_path / "b.json").read_text())
     assert json.loads(out.splitlines()[-1]) == report
@@ -184,6 +185,7 @@ def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
         Ks = [2, 4] if table["name"] == "chat and code" else [2, 8]
         assert [row["K"] for row in table["by_k"]] == Ks
         assert all(len(row["acceptance"]) == row["K"] for row in table["by_k"])
+        assert table["target"] == "some/where" and table["draft"] == "ngram"
         assert table["speedup"] == max(row["measured"] for row in table["by_k"])
         assert str(table["best_k"]) in table["verdict"]
 
