@@ -1,7 +1,7 @@
 """What speculative decoding gains on this machine, and why.
 
     python bench.py --quick         # one streamed answer, then first tables, in less than a minute
-    python bench.py                 # all prompts, in 13 minutes; --full for every K from 1 to 8
+    python bench.py                 # all prompts, in 12 minutes; --full for every K from 1 to 8
     python bench.py --verification  # only v(T): BLAS's own way against tiles
 
 Drafts: the trained one, prompt lookup, and the two as a chain. What is measured, in this order:

@@ -26,10 +26,9 @@ import itertools
 import json
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -148,44 +147,8 @@ def empty_tiles(shapes: list[tuple[int, ...]], dtype: np.dtype) -> list:
     return [Tiles(a, s[0]) if len(s) == 2 else a for a, s in zip(stacks, shapes)]
 
 
-class SecondThread:
-    """Calls a function beside the caller; one thread, started with its first task.
-
-    A hand-over through two bare locks takes 15 us where a ThreadPoolExecutor's takes 30.
-    """
-
-    def __init__(self):
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self.thread: threading.Thread | None = None
-
-    def start(self, function, *arguments) -> Callable:
-        """Begin function(*arguments); returns the function that waits for its end."""
-        if self.thread is None or not self.thread.is_alive():  # a fork has no threads
-            self.thread = threading.Thread(target=self._work, name="minispec", daemon=True)
-            self.thread.start()
-        done, errors = threading.Lock(), []
-        done.acquire()
-        self.tasks.put((function, arguments, done, errors))
-
-        def wait():
-            done.acquire()
-            if errors:
-                raise errors[0]
-
-        return wait
-
-    def _work(self):
-        while True:
-            function, arguments, done, errors = self.tasks.get()
-            try:
-                function(*arguments)
-            except BaseException as error:
-                errors.append(error)
-            done.release()
-
-
-SECOND_THREAD = SecondThread()
-OWN_SHARE = 0.56  # of a product on two threads; the second one starts some 15 us late
+SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
+OWN_SHARE = 0.56  # of a product on two threads; the second one starts late
 
 
 def one_blas_thread():
@@ -234,9 +197,9 @@ class TiledProduct:
             _multiply(x, stack, out)
         else:
             own = round(OWN_SHARE * n)
-            wait = SECOND_THREAD.start(_multiply, x, stack[own:], out[own:])
+            second = SECOND_THREAD.submit(_multiply, x, stack[own:], out[own:])
             _multiply(x, stack[:own], out[:own])
-            wait()
+            second.result()
         return y
 
     def measure(self, weights: dict):
@@ -787,8 +750,6 @@ def load_draft(folder: str | Path, target: Model) -> StateDraftModel:
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json")
-    config, weights = _read_folder(folder, raw, DRAFT, target.backend)
-    target.backend.prepare(weights)
     facts = raw.get("target")
     for key in ("layers", "width", "heads", "kv_heads", "hidden", "vocab"):
         made_for = facts.get(key) if isinstance(facts, dict) else None
@@ -797,8 +758,10 @@ def load_draft(folder: str | Path, target: Model) -> StateDraftModel:
                 f"{folder} is a draft for a target of {made_for} {key}, this one has "
                 f"{getattr(target.config, key)}: choose another draft, or --draft ngram"
             )
+    config, weights = _read_folder(folder, raw, DRAFT, target.backend)
     if (config.width, config.vocab) != (target.config.width, target.vocab):
         raise ValueError(f"{folder}: a draft has the width and the vocabulary of its target")
+    target.backend.prepare(weights)
     return StateDraftModel(config, weights, target)
 
 

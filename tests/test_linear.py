@@ -93,24 +93,6 @@ def test_a_large_matrix_is_measured_in_parts(monkeypatch):
     assert [(s - W.stack.ctypes.data) // tile for s in starts] == [0, 3, 6, 0]
 
 
-def test_a_fault_in_the_second_thread_reaches_the_caller():
-    thread = model.SecondThread()
-    wait = thread.start(np.matmul, np.ones((2, 3)), np.ones((4, 5)))
-    with pytest.raises(ValueError):
-        wait()
-    out = np.zeros((2, 5))
-    thread.start(np.matmul, np.ones((2, 3)), np.ones((3, 5)), out)()
-    assert (out == 3).all()
-
-
-def test_a_task_that_nobody_waited_for_does_not_answer_for_the_next():
-    # Ctrl-C between start and wait leaves such a task behind.
-    thread, outs = model.SecondThread(), [np.zeros((300, 300)) for _ in range(4)]
-    waits = [thread.start(np.matmul, np.ones((300, 300)), np.ones((300, 300)), out) for out in outs]
-    waits[-1]()
-    assert all((out == 300).all() for out in outs)
-
-
 def test_two_callers_can_share_the_second_thread():
     W, x = np.random.default_rng(1).standard_normal((300, 40)), np.eye(5, 40)
     product, wrong = model.TiledProduct(), []
