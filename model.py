@@ -274,6 +274,129 @@ def _seconds(function, *args) -> float:
     return time.perf_counter() - started
 
 
+# ---------------------------------------------------------------- 4-bit weights
+
+# W = scale * code + minimum, with one scale and one minimum for each GROUP of weights along the
+# input (as llama.cpp's Q4_1 has it). They need not be multiplied out, since
+#     x . w = sum over the groups g of  scale_g (x_g . code_g) + minimum_g (sum of x_g).
+# So a product unpacks nothing but codes, a block at a time, and once for all the rows of x.
+
+GROUP = 32
+BLOCK = 1 << 17  # codes unpacked at a time: as float32 they stay in a core's cache
+
+
+class Packed:
+    """A matrix W [out, in] as codes of 4 or 8 bits, with float16 scales and minima.
+
+    blocks: (codes, scale, minimum) of so many rows of W each. With G = in / GROUP, rounded up:
+    scale and minimum [G, rows], codes [G, GROUP, rows]; of 4 bits, the first half of a group lies
+    in the low halves of its bytes [G, GROUP / 2, rows], the second half in the high ones.
+
+    >>> W = Packed(np.array([[0.0, 1.0, 15.0], [3.0, 3.0, 3.0]]), bits=4)
+    >>> W.rows([1, 0]).tolist()
+    [[3.0, 3.0, 3.0], [0.0, 1.0, 15.0]]
+    """
+
+    ndim = 2
+
+    def __init__(self, W, bits: int):
+        self.shape, self.bits = W.shape, bits
+        self.step = max(TILE, BLOCK // W.shape[1] // TILE * TILE)  # rows of W in a block
+        starts = range(0, W.shape[0], self.step)
+        runs = (range(a, min(a + self.step, W.shape[0])) for a in starts)
+        self.blocks = [pack(W.rows(run) if isinstance(W, Tiles) else W[run], bits) for run in runs]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for block in self.blocks for array in block)
+
+    def rows(self, ids) -> np.ndarray:  # -> [len(ids), in]
+        found = np.empty((len(ids), self.shape[1]), np.float32)
+        for i, row in enumerate(ids):
+            j = row % self.step
+            codes, scale, minimum = (a[..., j : j + 1] for a in self.blocks[row // self.step])
+            w = unpack(codes, self.bits) * scale[:, None, :] + minimum[:, None, :]
+            found[i] = w.reshape(-1)[: self.shape[1]]
+        return found
+
+    def product(self, x):  # [T, in] -> x @ W.T [T, out]
+        T, width = x.shape
+        x = np.pad(x, ((0, 0), (0, -width % GROUP)))
+        groups = np.moveaxis(np.reshape(x, (T, -1, GROUP)), 1, 0)  # [G, T, GROUP]
+        sums = np.sum(groups, axis=2).T  # [T, G]
+
+        def multiply(blocks):
+            return [_multiply_packed(groups, sums, block, self.bits) for block in blocks]
+
+        half = (len(self.blocks) + 1) // 2
+        second = SECOND_THREAD.submit(multiply, self.blocks[half:])
+        y = multiply(self.blocks[:half]) + second.result()
+        return np.concat(y, axis=1)
+
+
+def _multiply_packed(groups, sums, block, bits):  # [G, T, GROUP], [T, G] -> [T, rows]
+    codes, scale, minimum = block
+    partial = np.matmul(groups, unpack(codes, bits))  # [G, T, rows]
+    partial *= scale.astype(partial.dtype)[:, None, :]
+    return np.sum(partial, axis=0) + np.matmul(sums, minimum.astype(partial.dtype))
+
+
+def pack(W, bits: int) -> tuple:
+    """Some rows of a matrix, [rows, in] -> codes, scale, minimum, as `Packed` has them."""
+    rows, width = W.shape
+    W = np.pad(W, ((0, 0), (0, -width % GROUP)), mode="edge")
+    groups = W.T.reshape(-1, GROUP, rows)
+    low, high = np.min(groups, axis=1), np.max(groups, axis=1)
+    scale, minimum = ((high - low) / (2**bits - 1)).astype(np.float16), low.astype(np.float16)
+    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+        raise ValueError("cannot be packed: a weight is not a number, or beyond float16's 65504")
+    divisor = np.where(scale > 0, scale, np.inf).astype(W.dtype)[:, None, :]
+    codes = (groups - minimum[:, None, :].astype(W.dtype)) / divisor
+    codes = np.clip(np.rint(codes), 0, 2**bits - 1).astype(np.uint8)
+    if bits == 4:
+        codes = codes[:, : GROUP // 2, :] | codes[:, GROUP // 2 :, :] << 4
+    return codes, scale, minimum
+
+
+def unpack(codes, bits: int):  # codes as they are kept -> [G, GROUP, rows] float32
+    if bits == 8:
+        return codes.astype(np.float32)
+    unpacked = np.empty((len(codes), GROUP, codes.shape[2]), np.float32)
+    unpacked[:, : GROUP // 2, :] = codes & 15
+    unpacked[:, GROUP // 2 :, :] = codes >> 4
+    return unpacked
+
+
+def quantize(model: Model, serial: bool = False) -> Model:
+    """The same model with weights of 4 bits (5 with scale and minimum), embedding and head of 8.
+
+    serial  up to FEW rows are multiplied one after another, each unpacking all weights again: what
+            a backend does whose quantized kernel is a matrix x vector product. Same weights, same
+            outputs to rounding, so the pair isolates what a parallel verification is worth.
+
+    Raises ValueError for weights that are not on the NumPy backend, or beyond float16.
+    """
+    backend = model.backend
+    if backend.xp is not np:
+        raise ValueError(f"int4 weights are for the NumPy backend, not for {backend.name}")
+
+    def linear(x, W):  # a draft that shares this backend may have weights of its own
+        if not isinstance(W, Packed):
+            return backend.linear(x, W)
+        if serial and 1 < x.shape[0] <= FEW:
+            return np.concat([W.product(x[i : i + 1, :]) for i in range(x.shape[0])])
+        return W.product(x)
+
+    def packed(w, bits, names):
+        return {k: Packed(W, bits) if k in names and W.ndim == 2 else W for k, W in w.items()}
+
+    weights = packed(model.weights, 8, ("embed", "head"))
+    weights["layers"] = [packed(layer, 4, layer) for layer in model.weights["layers"]]
+    name = f"{backend.name}, int4{' serial' if serial else ''}"
+    new = dataclasses.replace(backend, name=name, linear=linear)
+    return Model(model.config, weights, new, model.block)
+
+
 # ---------------------------------------------------------------- what a config.json says
 
 
@@ -963,7 +1086,7 @@ def rope_tables(positions, inv_freq, xp):  # [T], [C/2] -> two of [T, C]
 
 
 def look_up(table, ids, backend):  # [V, D], T ids -> [T, D]
-    if isinstance(table, Tiles):
+    if isinstance(table, (Tiles, Packed)):
         return table.rows(ids)
     return backend.xp.take(table, backend.xp.asarray(list(ids), device=backend.device), axis=0)
 
