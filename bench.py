@@ -1,20 +1,24 @@
 """What speculative decoding gains on this machine, and why.
 
-    python bench.py --quick         # one streamed answer, then first tables, in less than a minute
-    python bench.py                 # all prompts, in 12 minutes; --full for every K from 1 to 8
-    python bench.py --verification  # only v(T): BLAS's own way against tiles
+    python bench.py --quick              # one streamed answer, then the tables, within a minute
+    python bench.py --plot why.png       # five configurations and a control, all prompts: 8 minutes
+    python bench.py --full               # every K from 1 to 8, longer answers
+    python bench.py --pair TARGET DRAFT  # the same for two models of yours
+    python bench.py --compare A.json B.json
+    python bench.py --verification       # only v(T): BLAS's own way against tiles
 
-Drafts: the trained one, prompt lookup, and the two as a chain. What is measured, in this order:
-    bandwidth   how fast the weights can be read at all: no one-row pass can be faster
-    v(T)        seconds of a target pass over T rows / over one row, at the context in use
-    prediction  from v, and from replaying each drafter on calibration prompts: their plain
-                continuations are known, so acceptance, the drafter's time and the host's own cost
-                no pass of the target
-    measurement plain and speculative decoding in turn, on other prompts; prefill is left out
+What is done, in this order:
+    bandwidth    how fast the weights can be read at all: no one-row pass can be faster
+    v(T)         seconds of a target pass over T rows / over one row, at the context in use
+    prediction   from v, c and the host's time, each timed alone, and acceptance on calibration
+                 prompts; fixed before the first measured run
+    measurement  plain and speculative decoding in turn, on other prompts; prefill is left out
+    verdict      what decided: the draft's time, the verification's, or acceptance
 
 Letters: K proposals a round, T rows in a pass, c = time of one draft step / of a one-row pass.
+Reading order: the cost model, `predict`, `measure`, `verdict`.
 
-What this file does not do: quantized targets, predictions at temperatures above 0, plots.
+What this file does not do: predictions at temperatures above 0, more than one sequence at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,12 +45,98 @@ from threadpoolctl import threadpool_info
 from tqdm import tqdm
 
 import minispec
-from minispec import Round, run
-from model import Model, llama_block, llama_config, load, numpy_backend
+from minispec import run
+from model import (
+    BACKENDS,
+    Model,
+    Packed,
+    Tiles,
+    llama_block,
+    llama_config,
+    load,
+    numpy_backend,
+    quantize,
+    verify_serially,
+)  # fmt: skip
 from weights.fetch import resolve
 
 PROMPTS = Path(__file__).with_name("prompts.json")
-GROUPS = {"chat and code": ("chat", "code"), "copy-heavy": ("copy",)}
+GROUPS = {"chat and code": ("chat", "code", "list"), "copy-heavy": ("summarise", "quote")}
+MOST_K = 8  # proposals a round, at most
+
+# ---------------------------------------------------------------- the cost model
+
+# Everything is in units of the target's one-row pass, so plain decoding takes 1 a token.
+
+
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """Tokens a round: 1 + the sum of acceptance, where [i-1] = P(at least i are accepted).
+
+    >>> round(expected_tokens([0.7, 0.5, 0.4]), 2)
+    2.6
+    """
+    return 1 + sum(acceptance)
+
+
+def expected_tokens_iid(alpha: float, K: int) -> float:
+    """The same if every proposal is accepted with probability alpha, whatever came before.
+
+    (1 - alpha^(K+1)) / (1 - alpha). (Leviathan et al. 2023, Eq. (1).)
+
+    >>> round(expected_tokens_iid(0.8, 5), 2), round(expected_tokens_iid(0.9, 10), 2)
+    (3.69, 6.86)
+    """
+    return sum(alpha**i for i in range(K + 1))
+
+
+def round_cost(K: int, c: float, v, overhead: float = 0.0) -> float:
+    """Time of a round with K proposals: K c + v(K+1) + overhead. v: T -> time of a pass.
+
+    (Leviathan et al. 2023, Theorem 3.8, takes v = 1 and no overhead.)
+
+    >>> round_cost(2, 0.1, {3: 1.25})
+    1.45
+    """
+    return K * c + v[K + 1] + overhead
+
+
+def speedup(tokens: float, cost: float, plain_cost: float = 1.0) -> float:
+    """Over plain decoding, whose token costs `plain_cost`: a pass, and the host's time for it.
+
+    >>> round(speedup(1 + 6 * 0.378, 2.03), 2)  # the study at K = 6
+    1.61
+    """
+    return tokens * plain_cost / cost
+
+
+def break_even_c(tokens: float, K: int, v, overhead: float = 0.0) -> float:
+    """The c at which a round of so many tokens gains nothing; below 0: it cannot gain.
+
+    >>> round(break_even_c(2.0, 4, {5: 1.2}), 2)
+    0.2
+    """
+    return (tokens - v[K + 1] - overhead) / K
+
+
+def break_even_alpha(K: int, c: float, v, overhead: float = 0.0) -> float | None:
+    """The alpha (see `expected_tokens_iid`) at which K gains nothing; None: not even alpha = 1.
+
+    >>> round(break_even_alpha(1, 0.1, {2: 1.2}), 2)
+    0.3
+    """
+    cost, low, high = round_cost(K, c, v, overhead), 0.0, 1.0
+    if cost > K + 1:
+        return None
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens_iid(middle, K) < cost else (low, middle)
+    return high
+
+
+def best_K(speedups: dict[int, float]) -> int:
+    """The K with the largest speedup, the smallest of equals."""
+    return max(sorted(speedups), key=speedups.__getitem__)
+
 
 # ---------------------------------------------------------------- the machine
 
@@ -75,6 +167,13 @@ def matrices(target) -> list:
     return [*layers, w.get("head", w["embed"])]
 
 
+def stored(W) -> list[np.ndarray]:
+    """The arrays that hold a matrix."""
+    if isinstance(W, Packed):
+        return [array for block in W.blocks for array in block]
+    return [W.stack] if isinstance(W, Tiles) else [W]
+
+
 def bandwidth(target, repeats: int = 9) -> dict:
     """Gigabytes a second: a plain read by one thread per core, and all one-row products.
 
@@ -83,7 +182,7 @@ def bandwidth(target, repeats: int = 9) -> dict:
     """
     all_W = matrices(target)
     sizes = [W.nbytes for W in all_W]
-    large = [getattr(W, "stack", W) for W in all_W if W.nbytes >= statistics.median(sizes)]
+    large = [a for W in all_W if W.nbytes >= statistics.median(sizes) for a in stored(W)]
     rows = {W.shape[1]: np.ones((1, W.shape[1]), target.backend.dtype) for W in all_W}
     cores = os.cpu_count() or 1
     shares = [large[i::cores] for i in range(cores)]
@@ -108,27 +207,51 @@ def seconds(function) -> float:
     return time.perf_counter() - started
 
 
-def pass_seconds(targets, most_rows: int, context: int = 200, repeats: int = 7) -> list[dict]:
-    """For each target: median seconds of a pass over T = 1..most_rows rows ending at `context`.
+def pass_seconds(targets, Ts, context: int = 200, repeats: int = 7) -> list[dict]:
+    """For each target: median seconds of a pass over each of T rows that ends at `context`.
 
-    One untimed pass of each kind first; then all kinds in turn, so that a drift meets them all.
+    One untimed round of all kinds first; then all kinds in turn, so that a drift meets them all.
     Between targets a pause: BLAS's threads go on spinning for a while, on the cores of the next.
+    After it an untimed pass, for the processor to wake.
     """
     context = min(context, *(target.context for target in targets))
     tokens = [i % targets[0].vocab for i in range(context)]
     caches = [target.new_cache(context) for target in targets]
     for target, cache in zip(targets, caches):
         target(tokens, cache, rows=1)
-    times: list[dict] = [{T: [] for T in range(1, most_rows + 1)} for _ in targets]
+    times: list[dict] = [{T: [] for T in Ts} for _ in targets]
     for repeat in range(repeats + 1):
-        for i, T in itertools.product(range(len(targets)), times[0]):
-            if T == 1 and len(targets) > 1:
+        for target, cache, found in zip(targets, caches, times):
+            if len(targets) > 1:
                 time.sleep(0.2)
-            caches[i].truncate(context - T)
-            spent = timed_pass(targets[i], tokens, caches[i], T)
-            if repeat:  # the first is the warm-up
-                times[i][T].append(spent)
+                cache.truncate(context - 1)
+                timed_pass(target, tokens, cache, 1)
+            for T in Ts:
+                cache.truncate(context - T)
+                spent = timed_pass(target, tokens, cache, T)
+                if repeat:  # the first is the warm-up
+                    found[T].append(spent)
     return [{T: statistics.median(t) for T, t in each.items()} for each in times]
+
+
+def all_passes(models: dict[str, Model], quick: bool) -> dict[str, dict]:
+    """{way: {T: seconds}} for every T up to MOST_K + 1.
+
+    4-bit passes are slow and even: fewer repeats, and few T where time is short, with straight
+    lines between them.
+    """
+    every, slow = range(1, MOST_K + 2), [way for way in models if way.startswith("int4")]
+    fast = [way for way in models if way not in slow]
+    found = {}
+    for ways, Ts, repeats in (
+        (fast, every, 5 if quick else 7),
+        (slow, (1, 2, 5, 9) if quick else every, 1 if quick else 3),
+    ):
+        measured = pass_seconds([models[way] for way in ways], Ts, repeats=repeats) if ways else []
+        for way, seconds in zip(ways, measured):
+            between = np.interp(every, list(seconds), list(seconds.values()))
+            found[way] = dict(zip(every, between.tolist()))
+    return found
 
 
 def timed_pass(target, tokens, cache, rows: int) -> float:
@@ -137,6 +260,66 @@ def timed_pass(target, tokens, cache, rows: int) -> float:
     target(tokens, cache, rows=rows)
     target.backend.synchronize()
     return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+@dataclass
+class Setup:
+    """One configuration: what drafts, what verifies, on which prompts, at which K.
+
+    number  its name in the tables
+    way     of verification: "float32" (the faster way of this machine), "float32 plain" (BLAS's
+            own), "int4 batched", "int4 serial"
+    Ks      to be measured; none: the best one of the prediction, and its neighbours
+    tokens  most tokens of an answer
+    """
+
+    number: str
+    way: str
+    draft: minispec.Drafter
+    group: str
+    Ks: Sequence[int] = ()
+    tokens: int = 64
+
+    @property
+    def weights(self) -> str:
+        return self.way.split()[0]
+
+    def settle(self, predictions: dict[int, Prediction], quick: bool):
+        if not self.Ks:
+            best = best_K({K: p.speedup for K, p in predictions.items()})
+            near = (best,) if quick else range(best - 1, best + 2)
+            self.Ks = [K for K in near if 0 < K <= MOST_K]
+
+
+def default_setups(drafts: dict, ways, quick: bool, full: bool) -> list[Setup]:
+    """The study's five configurations, the chain of both drafts, and plain BLAS as a control."""
+    chat, copy = GROUPS
+    Ks, chain_Ks, tokens, few = (1, 2, 4, 6, 8), (), 64, 24
+    if full:
+        Ks = chain_Ks = range(1, MOST_K + 1)
+        tokens, few = 128, 48
+    if quick:
+        Ks, chain_Ks, tokens, few = (4, 8), (2, 4), 40, 20
+    trained, chain = drafts.get("trained", drafts["ngram"]), drafts.get("chain")
+    setups = [
+        Setup("1", "float32", drafts.get("trained"), chat, Ks, tokens),
+        Setup("1+2", "float32", chain, chat, chain_Ks, tokens),
+        Setup("2", "float32", drafts["ngram"], chat, Ks, tokens),
+        Setup("2", "float32", drafts["ngram"], copy, Ks, tokens),
+        Setup("1+2", "float32", chain, copy, chain_Ks, tokens),
+        Setup("3", "float32", drafts.get("int4"), chat, (), few),
+        Setup("4", "int4 serial", trained, chat, (), few),
+        Setup("5", "int4 batched", trained, chat, (), few),
+        Setup("C", "float32 plain", trained, chat, (), 2 * few),
+    ]
+    in_short = ("1+2", chat), ("2", copy), ("4", chat), ("5", chat)
+    return [
+        s for s in setups
+        if s.draft and s.way in ways and (not quick or (s.number, s.group) in in_short)
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- prediction
@@ -150,20 +333,28 @@ class Known(NamedTuple):
     states: np.ndarray
 
 
+def known_continuation(target, prompt, stop, most_tokens: int, draft=None) -> Known:
+    """What the target answers at temperature 0; a draft only makes it faster."""
+    more = run(target, prompt, draft, max_new_tokens=most_tokens, stop=stop).tokens
+    cache = target.new_cache(len(prompt) + len(more))
+    target([*prompt, *more], cache, rows=1)
+    return Known(prompt, more, cache.states)
+
+
 class Replay:
     """A target that already knows its greedy continuation, and whose passes cost nothing.
 
-    Greedy rounds with it are those of the real target, token for token, so a drafter's acceptance
-    at every K, its time and the host's for a round can be had from one plain run. For the drafter's
-    sake a pass drives as much through the processor's cache as a real one leaves there.
+    Greedy rounds with it are those of the real target, token for token, so the time of a drafter
+    and of the host can be had alone. For the drafter's sake a pass drives as much through the
+    processor's cache as a real one leaves there.
     """
 
     def __init__(self, known: Known, target):
         self.tokens, self.states = [*known.prompt, *known.more], known.states
         self.vocab, self.context = target.vocab, target.context
-        sizes = itertools.accumulate(W.nbytes for W in matrices(target))
-        passing = itertools.takewhile(lambda pair: pair[1] < 64e6, zip(matrices(target), sizes))
-        self.passing = [getattr(W, "stack", W) for W, _ in passing]
+        arrays = [a for W in matrices(target) for a in stored(W)]
+        sizes = itertools.accumulate(a.nbytes for a in arrays)
+        self.passing = [a for a, total in zip(arrays, sizes) if total < 64e6]
 
     class Cache:
         length = 0
@@ -177,8 +368,8 @@ class Replay:
         return cache
 
     def __call__(self, tokens, cache, rows):
-        for W in self.passing:
-            np.max(W)
+        for array in self.passing:
+            np.max(array)
         cache.length = len(tokens)
         logits = np.zeros((rows, self.vocab), np.float32)
         for i, position in enumerate(range(len(tokens) - rows + 1, len(tokens) + 1)):
@@ -187,61 +378,120 @@ class Replay:
         return logits
 
 
-@dataclass
-class Tally:
-    """Counts over rounds, the first one of each generation (with the prompt in it) left out."""
+def rehearse(known: Known, draft, vocab: int) -> list[tuple[int, int]]:
+    """After each known token but the last: how many of up to MOST_K proposals there are, and how
+    many of them are right. Greedy rounds at every K follow from it."""
+    tokens, start = [*known.prompt, *known.more], len(known.prompt) + 1
+    room = [min(MOST_K, len(tokens) - end) for end in range(start, len(tokens))]
+    if type(draft) is minispec.ModelDraft:
+        # Its proposals are right up to the first wrong one, so one pass over the text shows them.
+        model = draft.model
+        logits = model(tokens, model.new_cache(len(tokens)), rows=len(known.more))
+        right = (np.argmax(logits[:-1], axis=-1) == known.more[1:]).tolist()
+        return [(n, right_ones(right[i : i + n])) for i, n in enumerate(room)]
+    cache, law = Replay.Cache(), minispec.sampling_law(0.0, None, 1.0)
+    cache.states = known.states
+    draft.start(vocab, len(tokens), seen=cache)
+    found = []
+    for end, n in zip(range(start, len(tokens)), room):
+        cache.length = end - 1
+        proposals, _ = draft.propose(tokens[:end], n, law, minispec.Randomness(0))
+        draft.keep(end - 1)
+        right = [x == y for x, y in zip(proposals, tokens[end:])]
+        found.append((len(proposals), right_ones(right)))
+    return found
 
-    tokens: int
-    rounds: int
-    rows: list[int]  # of every target pass
-    acceptance: list[
-        float
-    ]  # [i-1]: of the rounds with >= i proposals, the share with >= i accepted
 
-    @classmethod
-    def of(cls, generations: Sequence[Sequence[Round]], K: int) -> Tally:
-        rounds = [r for g in generations for r in g[1:]]
-        shares = []
-        for i in range(1, K + 1):
-            reached = [r.accepted >= i for r in rounds if len(r.proposals) >= i]
-            shares.append(sum(reached) / len(reached) if reached else 0.0)
-        rows = [len(r.proposals) + 1 for r in rounds]
-        return cls(sum(len(r.tokens) for r in rounds), len(rounds), rows, shares)
+def right_ones(right: Sequence[bool]) -> int:
+    """How many are true before the first that is not.
 
-    @property
-    def tokens_per_round(self) -> float:
-        return self.tokens / self.rounds if self.rounds else 0.0
+    >>> right_ones([True, True, False, True])
+    2
+    """
+    return sum(1 for _ in itertools.takewhile(bool, right))
+
+
+def rounds_at(K: int, rehearsal: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(proposals, accepted) of every round after the first, if a text is decoded at K.
+
+    >>> rounds_at(2, [(8, 1), (8, 8), (8, 8), (8, 0), (1, 1)])
+    [(2, 1), (2, 2)]
+    """
+    at, rounds = 0, []
+    while at < len(rehearsal):
+        proposed, right = rehearsal[at]
+        k = min(K, proposed, len(rehearsal) - at - 1)  # the last token needs no proposal
+        rounds.append((k, min(k, right)))
+        at += min(k, right) + 1
+    return rounds
+
+
+class HostTimes(NamedTuple):
+    """In units of the target's one-row pass; by K."""
+
+    c: dict[int, float]  # of drafting, a proposal
+    overhead: dict[int, float]  # of everything else outside the passes, a round
+    plain: float  # of the same, a token of plain decoding
+
+
+def host_times(target, known: Sequence[Known], draft, one_row: float) -> HostTimes:
+    """From replays at two K; a round's time is a straight line through them."""
+
+    def replay(K):
+        answers = [
+            run(Replay(k, target), k.prompt, draft if K else None, K, max_new_tokens=len(k.more))
+            for k in known
+        ]
+        rounds = [r for a in answers for r in a.rounds[1:]]
+        drafting = sum(a.draft - a.first_draft for a in answers) / one_row
+        rest = sum(split(a, one_row)[2] * (len(a.rounds) - 1) for a in answers)
+        return drafting / max(1, sum(len(r.proposals) for r in rounds)), rest / len(rounds)
+
+    low, high = 1, 6
+    (c_low, rest_low), (c_high, rest_high), (_, plain) = replay(low), replay(high), replay(0)
+    c, rest = {}, {}
+    for K in range(1, MOST_K + 1):
+        share = (K - low) / (high - low)
+        c[K] = ((1 - share) * low * c_low + share * high * c_high) / K
+        rest[K] = (1 - share) * rest_low + share * rest_high
+    return HostTimes(c, rest, plain)
 
 
 @dataclass
 class Prediction:
-    """What a K should gain: speedup = plain seconds a token x tokens / (passes + host's time)."""
+    """What a K should give: medians over the calibration prompts, acceptance over all rounds."""
 
     speedup: float
-    c: float  # draft seconds a proposal / one-row pass
-    overhead: float  # host seconds a round, drafting left out / one-row pass
+    c: float
+    overhead: float
+    tokens_per_round: float
+    acceptance: list[float]
 
 
-def predict(target, known: Sequence[Known], draft, K: int, one_pass: dict[int, float]):
-    """From pass times and replays; medians over the known continuations."""
-    each = [predict_one(target, k, draft, K, one_pass) for k in known]
-    return Prediction(*(statistics.median(values) for values in zip(*each)))
+def predict(rehearsals: Sequence[Sequence], K: int, v, times: HostTimes) -> Prediction:
+    """The cost model on the rounds that the calibration texts would take at K."""
+    c, overhead = times.c[K], times.overhead[K]
+    each = [rounds_at(K, rehearsal) for rehearsal in rehearsals]
+    tokens = [1 + statistics.fmean(n for _, n in rounds) for rounds in each]
+    costs = [statistics.fmean(round_cost(k, c, v, overhead) for k, _ in rounds) for rounds in each]
+    gains = [speedup(t, cost, v[1] + times.plain) for t, cost in zip(tokens, costs)]
+    shares = acceptance([pair for rounds in each for pair in rounds], K)
+    return Prediction(
+        statistics.median(gains), c, overhead, statistics.median(tokens), shares
+    )  # fmt: skip
 
 
-def predict_one(target, known: Known, draft, K, one_pass) -> tuple[float, float, float]:
-    def replay(draft, K):
-        target_again, most = Replay(known, target), len(known.more)
-        answer = run(target_again, known.prompt, draft, K, max_new_tokens=most)
-        host = (answer.seconds - answer.verification) / len(answer.rounds)
-        return answer, Tally.of([answer.rounds], K), host
+def acceptance(rounds: Sequence[tuple[int, int]], K: int) -> list[float]:
+    """[i-1]: of the rounds with >= i proposals, the share in which >= i were accepted.
 
-    _, _, plain_host = replay(None, 0)
-    answer, tally, host = replay(draft, K)
-    round_seconds = statistics.fmean(one_pass[T] for T in tally.rows) + host
-    speedup = (one_pass[1] + plain_host) * tally.tokens_per_round / round_seconds
-    proposals = sum(len(r.proposals) for r in answer.rounds)
-    overhead = host - answer.draft / len(answer.rounds)
-    return speedup, answer.draft / max(1, proposals) / one_pass[1], overhead / one_pass[1]
+    >>> acceptance([(2, 2), (2, 0), (1, 1)], K=2)
+    [0.6666666666666666, 0.5]
+    """
+    shares = []
+    for i in range(1, K + 1):
+        reached = [n >= i for k, n in rounds if k >= i]
+        shares.append(sum(reached) / len(reached) if reached else 0.0)
+    return shares
 
 
 # ---------------------------------------------------------------- measurement
@@ -253,23 +503,32 @@ def decoding_rate(answer: minispec.Answer) -> float:
     return tokens / (answer.seconds - answer.first_round)
 
 
-def measure_prompt(target, prompt, stop, drafts: dict, Ks, tick, **options) -> dict:
-    """Plain decoding and each draft at each K in turn: {"plain": [answers], (draft, K): answer}."""
+def measure(setups: Sequence[Setup], models: dict, prompt, stop, plain: int, tick, **options):
+    """One prompt: plain decoding `plain` times, each setup at each of its K, in turn.
 
-    def answer(draft, K):
-        randomness = minispec.Randomness(seed=0)
-        result = run(target, prompt, draft, K, stop=stop, randomness=randomness, **options)
+    Returns {"plain": [answers], (number, K): answer}. All setups have the same weights; plain
+    decoding goes the way of the last one.
+    """
+    results: dict = {"plain": []}
+
+    def answer(way, draft, K):
+        options["randomness"] = minispec.Randomness(seed=0)
+        result = run(models[way], prompt, draft, K, stop=stop, **options)
         if result.ended == "interrupted":
             raise KeyboardInterrupt
-        tick()
         return result
 
-    results: dict = {"plain": [answer(None, 0)]}
-    check_length(results["plain"][0].tokens, Ks)
-    for K in Ks:
-        for name, draft in drafts.items():
-            results[name, K] = answer(draft, K)
-        results["plain"].append(answer(None, 0))
+    runs = sorted((K, i) for i, s in enumerate(setups) for K in s.Ks)
+    pauses = {round(i * len(runs) / max(1, plain - 1)) for i in range(plain)}
+    for done in range(len(runs) + 1):
+        if done in pauses:
+            results["plain"].append(answer(setups[-1].way, None, 0))
+            tick("plain", 0)
+        if done < len(runs):
+            K, i = runs[done]
+            results[setups[i].number, K] = answer(setups[i].way, setups[i].draft, K)
+            tick(setups[i].number, K)
+    check_length(results["plain"][0].tokens, [K for K, _ in runs])
     return results
 
 
@@ -280,7 +539,7 @@ def check_length(tokens, Ks):
         )
 
 
-def speedup_of(results: dict, key: tuple[str, int]) -> float | None:
+def gain(results: dict, key: tuple[str, int]) -> float | None:
     """Speculative over plain rate; None where the two did not emit equally many tokens."""
     if any(len(results[key].tokens) != len(p.tokens) for p in results["plain"]):
         return None
@@ -291,46 +550,108 @@ def plain_rate(results: dict) -> float:
     return statistics.median(decoding_rate(p) for p in results["plain"])
 
 
-def at_K(results: list[dict], draft: str, K: int, prediction: Prediction | None, v: float) -> dict:
+def noise(results: Sequence[dict]) -> float:
+    """Twice the standard error of a median speedup, as the clock alone would have it.
+
+    From the repeats of plain decoding: how far answers that are the same stray from their mean. The
+    median of n ratios, of one answer to the median of r, has 1.25 sqrt((1 + 1/r) / n) of that.
+    """
+    strays, freedom, repeats = 0.0, 0, 1
+    for r in results:
+        rates = [decoding_rate(p) for p in r["plain"]]
+        strays += sum((rate / statistics.fmean(rates) - 1) ** 2 for rate in rates)
+        freedom, repeats = freedom + len(rates) - 1, len(rates)
+    sigma = math.sqrt(strays / freedom) if freedom else 0.0
+    return 2 * 1.25 * sigma * math.sqrt((1 + 1 / repeats) / len(results))
+
+
+def split(answer: minispec.Answer, step: float) -> list[float]:
+    """Draft, verification and the rest of a round after the first, in plain steps of `step` s."""
+    rounds = max(1, len(answer.rounds) - 1)
+    draft = answer.draft - answer.first_draft
+    verification = answer.verification - answer.first_verification
+    rest = answer.seconds - answer.first_round - draft - verification
+    return [part / rounds / step for part in (draft, verification, rest)]
+
+
+def at_K(results: Sequence[dict], number: str, K: int, prediction: Prediction | None, v) -> dict:
     """One row of a table: medians over the prompts, acceptance over all rounds."""
-    answers = [r[draft, K] for r in results]
-    tallies = [Tally.of([a.rounds], K) for a in answers]
-    speedups = [speedup_of(r, (draft, K)) for r in results]
-    alike = None not in speedups
-    tokens = [t.tokens_per_round for t in tallies]
-    return dict(
-        K=K, acceptance=Tally.of([a.rounds for a in answers], K).acceptance,
-        tokens_per_round=statistics.median(tokens),
-        rows_per_round=statistics.median(statistics.fmean(t.rows) for t in tallies),
-        v=v, c=prediction and prediction.c, overhead=prediction and prediction.overhead,
-        predicted=prediction and prediction.speedup,
-        measured=statistics.median(speedups) if alike else None,
-        spread=[min(speedups), max(speedups)] if alike else None,
-        cost=statistics.median(t / s for t, s in zip(tokens, speedups)) if alike else None,
+    row = dict(
+        K=K, v=v.get(K + 1), c=prediction and prediction.c,
+        overhead=prediction and prediction.overhead,
+        predicted=prediction and prediction.speedup, measured=None,
+    )  # fmt: skip
+    if (number, K) not in results[0]:
+        return row
+    answers = [r[number, K] for r in results]
+    rounds = [[(len(r.proposals), r.accepted) for r in a.rounds[1:]] for a in answers]
+    gains = [gain(r, (number, K)) for r in results]
+    alike = None not in gains
+    parts = zip(*(split(a, 1 / plain_rate(r)) for a, r in zip(answers, results)))
+    mean = lambda i: statistics.median(statistics.fmean(p[i] for p in r) for r in rounds if r)  # noqa: E731
+    return row | dict(
+        acceptance=acceptance([pair for r in rounds for pair in r], K),
+        tokens_per_round=1 + mean(1), rows_per_round=1 + mean(0),
+        measured=statistics.median(gains) if alike else None,
+        by_prompt=gains, tokens_per_second=statistics.median(map(decoding_rate, answers)),
+        split=dict(zip(("draft", "verification", "rest"), map(statistics.median, parts))),
         identical=sum(a.tokens == r["plain"][0].tokens for a, r in zip(answers, results)),
     )  # fmt: skip
 
 
-def configuration(name, target: str, draft: str, results: list[dict], Ks, predictions, v) -> dict:
-    """One table: what was predicted and measured for every K, and which K is the best."""
-    by_k = [at_K(results, draft, K, predictions.get((draft, K)), v[K + 1]) for K in Ks]
+def configuration(setup: Setup, results: Sequence[dict], predictions: dict, v: dict) -> dict:
+    """One table: what was predicted for every K, what was measured, and which K is the best."""
+    ratios = v[setup.way]
+    every = sorted({*predictions, *setup.Ks})
+    by_k = [at_K(results, setup.number, K, predictions.get(K), ratios) for K in every]
     best = max(by_k, key=lambda row: row["measured"] or 0.0)
+    if best["measured"] is None:
+        best = next(row for row in by_k if row["K"] in setup.Ks)
+    ideal = {"int4 serial": "int4 batched", "float32 plain": "float32"}.get(setup.way)
+    quick = v[ideal][best["K"] + 1] if ideal in v else 1.0
     return dict(
-        name=name, target=target, draft=draft, verification="token", quantize=None,
-        prompts=len(results), plain_tokens_per_second=statistics.median(map(plain_rate, results)),
-        c=best["c"], v={str(T): ratio for T, ratio in v.items()}, by_k=by_k, best_k=best["K"],
-        speedup=best["measured"], predicted=best["predicted"], verdict=verdict(best),
+        number=setup.number, name=setup.group, draft=setup.draft.name, verification=setup.way,
+        quantize="int4" if setup.weights == "int4" else None, prompts=len(results),
+        plain_tokens_per_second=statistics.median(map(plain_rate, results)),
+        c=best["c"], v={str(T): ratio for T, ratio in ratios.items()}, by_k=by_k,
+        best_k=best["K"], speedup=best["measured"], predicted=best["predicted"],
+        noise=noise(results), tokens_per_second=best["tokens_per_second"],
+        verdict=verdict(best, quick),
     )  # fmt: skip
 
 
-def verdict(row: dict) -> str:
+def verdict(row: dict, quick: float = 1.0) -> str:
+    """What decided, in a sentence: that of three which, were it perfect, would gain the most.
+
+    quick: the v(K+1) that a parallel verification would have.
+    """
     if row["measured"] is None:
         return "no speedup: plain and speculative outputs differ in length"
-    low, high = row["spread"]
-    spread = f" ({low:.2f}x to {high:.2f}x)" if low < high else ""
+    K, E, (draft, pass_, rest) = row["K"], row["tokens_per_round"], row["split"].values()
+    k = row["rows_per_round"] - 1
+    without = {
+        "draft": E / (pass_ + rest), "verification": E / (draft + min(pass_, quick) + rest),
+        "acceptance": (k + 1) / (draft + pass_ + rest),
+    }  # fmt: skip
+    cause = max(without, key=without.__getitem__)
+    first, last = (f"{100 * row['acceptance'][i]:.0f} %" for i in (0, K - 1))
+    v = {1: 1.0, K + 1: pass_}
+    alpha = break_even_alpha(K, draft / K, v, rest)
+    why = {
+        "draft": f"the draft is not fast enough, c = {draft / max(k, 1e-9):.2f} (break-even "
+        f"{max(0.0, (E - pass_ - rest) / max(k, 1e-9)):.2f}); a free one would give "
+        f"{without['draft']:.2f}x, perfect acceptance {without['acceptance']:.2f}x",
+        "verification": f"verification is not parallel, v({K + 1}) = {pass_:.2f}; at {quick:.2f} "
+        f"it would be {without['verification']:.2f}x",
+        "acceptance": f"acceptance decides, {first} of first proposals"
+        + (f", {last} up to number {K}" if K > 1 else "")
+        + ("" if alpha is None else f" (break-even alpha {100 * alpha:.0f} %)"),
+    }[cause]  # fmt: skip
+    if cause == "acceptance" and k < 0.8 * K:
+        why = f"proposals are rare, {k:.1f} a round, and {first} of first ones are accepted"
     return (
-        f"{row['measured']:.2f}x at K={row['K']}, the best{spread}: a round yields "
-        f"{row['tokens_per_round']:.2f} tokens and costs {row['cost']:.2f} plain steps"
+        f"{row['measured']:.2f}x at K={K}: {E:.2f} tokens a round for {draft + pass_ + rest:.2f} "
+        f"plain steps (draft {draft:.2f}, verification {pass_:.2f}, rest {rest:.2f}); {why}"
     )
 
 
@@ -371,7 +692,7 @@ def verification(args: argparse.Namespace):
     for name, make in makers.items():
         plain, tiled = (make(backend=numpy_backend(way=way)) for way in ("plain", "tiles"))
         rates = bandwidth(tiled)
-        times = dict(zip(("plain", "tiles"), pass_seconds([plain, tiled], 17)))
+        times = dict(zip(("plain", "tiles"), pass_seconds([plain, tiled], range(1, 18))))
         one_row = min(seconds[1] for seconds in times.values())
         bound = rates["bytes"] / rates["bound"] / 1e6
         prefill = [statistics.median(timed_prefill(t) for _ in range(3)) for t in (plain, tiled)]
@@ -399,42 +720,234 @@ def timed_prefill(target, length: int = 512) -> float:
     return timed_pass(target, tokens, target.new_cache(length), 1)
 
 
-# ---------------------------------------------------------------- output
+# ---------------------------------------------------------------- tables
 
 HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  % accepted at 1..K"
+SUMMARY = " {:3} {:19.19} {:13.13} {:13} {:>2} {:>5} {:>5} {:>4} {:>5} {:>5} {:>3} {:>5} {:>5}"
+COLUMNS = (
+    "", "draft", "verification", "prompts", "K", "E", "v", "c", "pred.", "meas.", "+-%", "tok/s",
+    "/ f32",
+)  # fmt: skip
+LEGEND = (
+    " E: tokens a round, v: v(K+1), meas.: speedup over plain decoding of the same weights,\n"
+    " +-%: its noise, / f32: tokens/s over those of plain float32 decoding"
+)
 
 
 def show(table: dict):
+    """The measured K of one configuration."""
     print(
-        f"\ndraft {table['draft']}, {table['name']} (prompts: {table['prompts']}), against plain "
-        f"decoding at {table['plain_tokens_per_second']:.1f} tokens/s\n{HEADER}"
+        f"\n{table['number']}: draft {table['draft']}, {table['verification']}, {table['name']} "
+        f"({table['prompts']} prompts), plain {table['plain_tokens_per_second']:.1f} tokens/s\n"
+        f"{HEADER}"
     )
     for row in table["by_k"]:
+        if "acceptance" not in row:
+            continue
         shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance"])
         print(
             f"{row['K']:2} {row['tokens_per_round']:12.2f} {row['rows_per_round']:10.2f} "
-            f"{row['v']:6.2f} {figure(row['c'], '5.3f')} {figure(row['overhead'], '8.3f')} "
-            f"{times(row['predicted'], '-'):>9} {times(row['measured'], 'differ'):>8}  {shares}"
+            f"{figure(row['v'], '6.2f')} {figure(row['c'], '5.3f')} "
+            f"{figure(row['overhead'], '8.3f')} {times(row['predicted'], '-'):>9} "
+            f"{times(row['measured'], 'differ'):>8}  {shares}"
         )
-    print(table["verdict"])
+
+
+def summarise(tables: Sequence[dict]):
+    """Every configuration at its best K, and what decided it."""
+    print("\n" + SUMMARY.format(*COLUMNS))
+    for t in tables:
+        row = next(row for row in t["by_k"] if row["K"] == t["best_k"])
+        rate = t["tokens_per_second"]
+        print(SUMMARY.format(
+            t["number"], t["draft"], t["verification"], t["name"], t["best_k"],
+            f"{row['tokens_per_round']:.2f}", figure(row["v"], ".2f"), figure(row["c"], ".2f"),
+            times(t["predicted"], "-"), times(t["speedup"], "differ"), f"{100 * t['noise']:.0f}",
+            f"{rate:.1f}" if rate < 100 else round(rate), figure(t["vs_float32"], ".2f"),
+        ))  # fmt: skip
+    print(f"{LEGEND}\n")
+    for t in tables:
+        print(textwrap.fill(f"{t['number']}, {t['name']}: {t['verdict']}.", 100,
+                            subsequent_indent="    "))  # fmt: skip
+    measured = [(row["identical"], t["prompts"]) for t in tables for row in t["by_k"]
+                if "identical" in row]  # fmt: skip
+    same, all_of_them = map(sum, zip(*measured))
+    print(f"\n{same} of {all_of_them} outputs are those of plain decoding, token for token.")
 
 
 def figure(value: float | None, form: str) -> str:
-    return f"{'-':>{form[0]}}" if value is None else f"{value:{form}}"
+    width = form.split(".")[0]
+    return f"{'-':>{width}}" if value is None else f"{value:{form}}"
 
 
 def times(ratio: float | None, without: str) -> str:
     return without if ratio is None else f"{ratio:.2f}x"
 
 
-def show_machine(rates: dict, one_pass: dict[int, float]):
-    bound = rates["bound"] * 1e9 / rates["bytes"]
+def show_machine(rates: dict, passes: dict[str, dict]):
+    one_row, bound = passes["float32"][1], rates["bound"] * 1e9 / rates["bytes"]
     print(
         f"weights {rates['bytes'] / 1e6:.0f} MB; memory read at {rates['read']:.1f} GB/s, one-row "
-        f"products at {rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s"
+        f"products at {rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s\n"
+        f"one-row pass {1e3 * one_row:.1f} ms, {1 / one_row / bound:.2f} of that bound"
     )
-    print(f"one-row pass {1e3 * one_pass[1]:.1f} ms, {1 / one_pass[1] / bound:.2f} of that bound")
-    print("v(T)  " + "  ".join(f"{T}: {s / one_pass[1]:.2f}" for T, s in one_pass.items()))
+    for way, seconds in passes.items():
+        ratios = " ".join(f"{T}: {s / own_unit(passes, way):.2f}" for T, s in seconds.items())
+        print(f"v(T) {way:13} {ratios} ({1e3 * seconds[1]:.0f} ms)")
+
+
+def own_unit(passes: dict[str, dict], way: str) -> float:
+    """Seconds of the fastest one-row pass over the weights that this way goes through."""
+    weights = way.split()[0]
+    return min(seconds[1] for other, seconds in passes.items() if other.split()[0] == weights)
+
+
+def compare(files: Sequence[str]):
+    """Two reports side by side, configuration by configuration."""
+    reports = [read_report(Path(file)) for file in files]
+    print(f"A {files[0]}\nB {files[1]}\n")
+    line = " {:3} {:19.19} {:13} {:13} {:>4} {:>6} {:>4} {:>6} {:>6}"
+    print(line.format("", "draft", "verification", "prompts", "A: K", "", "B: K", "", "B / A"))
+    names = ("number", "draft", "verification", "name")
+    keys = [{tuple(c[k] for k in names): c for c in r["configurations"]} for r in reports]
+    for key in dict.fromkeys(itertools.chain(*keys)):
+        sides = [found.get(key) or {"best_k": "-", "speedup": None} for found in keys]
+        gains = [side["speedup"] for side in sides]
+        cells = [c for side in sides for c in (side["best_k"], times(side["speedup"], "-"))]
+        print(line.format(*key, *cells, f"{gains[1] / gains[0]:.2f}" if all(gains) else "-"))
+    print()
+    for label, key in ("one-row pass, ms", "one_row_ms"), ("bandwidth, GB/s", "bandwidth_gb_s"):
+        a, b = (r["verification"].get(key, r.get(key)) for r in reports)
+        print(f"{label:20} {a:8.1f} {b:8.1f} {b / a:8.2f}")
+
+
+def read_report(path: Path) -> dict:
+    from model import read_json
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such report; bench.py --json writes one")
+    report = read_json(path)
+    if report.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} is no report of schema {SCHEMA}: write it again with this bench.py --json"
+        )
+    return report
+
+
+# ---------------------------------------------------------------- the plot
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; markers and dashes say it again.
+COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"
+MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
+
+
+def require_matplotlib():
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install 'minispec[bench]'") from None
+    return matplotlib
+
+
+def plot(report: dict, file: str):
+    """Four panels: speedup and acceptance against K, v(T), where a round's time goes."""
+    require_matplotlib().use("agg")
+    import matplotlib.pyplot as plt
+
+    tables = report["configurations"]
+    for i, t in enumerate(tables):
+        t["label"] = f"{t['number']}: {t['draft'].replace('weights/draft', 'trained')}, " + (
+            t["verification"] if t["name"] != "copy-heavy" else "copy-heavy prompts"
+        )
+        t["style"] = dict(color=COLOURS[i % 8], marker=MARKERS[i % 8], linestyle=DASHES[i // 8 % 4])
+    figure, panels = plt.subplots(2, 2, figsize=(13, 9.5), layout="constrained")
+    plot_speedups(panels[0][0], tables)
+    plot_acceptance(panels[0][1], tables)
+    plot_passes(panels[1][0], report["verification"]["v"])
+    plot_rounds(panels[1][1], tables)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    cpu = report["machine"]["processor"]
+    figure.suptitle(
+        f"minispec {report['version']}, {cpu}, {report['backend']}: plain decoding "
+        f"{report['plain_tokens_per_second']:.1f} tokens/s", fontsize=11
+    )  # fmt: skip
+    written = Path(file).with_name(f".{Path(file).stem}.{os.getpid()}{Path(file).suffix}")
+    try:
+        figure.savefig(written, dpi=140)
+        os.replace(written, file)
+    finally:
+        written.unlink(missing_ok=True)
+        plt.close(figure)
+
+
+def plot_speedups(ax, tables):
+    for t in tables:
+        predicted = [(row["K"], row["predicted"]) for row in t["by_k"] if row["predicted"]]
+        measured = [(row["K"], row["measured"]) for row in t["by_k"] if row["measured"]]
+        style = t["style"]
+        ax.plot(*zip(*predicted or [(1, math.nan)]), **style | {"marker": ""}, linewidth=1.2)
+        ax.plot(*zip(*measured or [(1, math.nan)]), **style | {"linestyle": ""}, label=t["label"],
+                markersize=7, markeredgecolor="white")  # fmt: skip
+    ax.axhline(1, color="black", linewidth=1)
+    ax.set_yscale("log", base=2)
+    ticks = [0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6]
+    low, high = ax.get_ylim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    ax.set_yticks(shown, [f"{tick:g}" for tick in shown])
+    ax.minorticks_off()
+    ax.set(
+        title="Speedup: points measured, lines predicted beforehand", xlabel="K, proposals a round",
+        ylabel="times plain decoding of the same target",
+    )  # fmt: skip
+    ax.grid(alpha=0.3)
+
+
+def plot_acceptance(ax, tables):
+    for t in tables:
+        row = max((r for r in t["by_k"] if "acceptance" in r), key=lambda r: r["K"])
+        shares = [100 * share for share in row["acceptance"]]
+        ax.plot(range(1, len(shares) + 1), shares, **t["style"], markeredgecolor="white")
+    ax.set(
+        title="Acceptance at the largest measured K", xlabel="i, position of the proposal",
+        ylabel="rounds with at least i accepted, %", ylim=(0, 100),
+    )  # fmt: skip
+    ax.grid(alpha=0.3)
+
+
+def plot_passes(ax, v: dict):
+    for i, (way, ratios) in enumerate(v.items()):
+        Ts = [int(T) for T in ratios]
+        ax.plot(Ts, list(ratios.values()), color=COLOURS[i], marker=MARKERS[i], label=way)
+    ax.plot(Ts, [1] * len(Ts), color="black", linestyle=":", label="ideal: rows for nothing")
+    ax.set(
+        title="v(T): what verifying T rows costs", xlabel="T, rows in the pass (K + 1)",
+        ylabel="one-row passes over the same weights", ylim=(0, None),
+    )  # fmt: skip
+    ax.legend(fontsize=9)
+    ax.grid(alpha=0.3)
+
+
+def plot_rounds(ax, tables):
+    parts = ("draft", "#E69F00", "///"), ("verification", "#56B4E9", ""), ("rest", "#999999", "xx")
+    for y, t in enumerate(tables):
+        row, left = next(r for r in t["by_k"] if r["K"] == t["best_k"]), 0.0
+        for name, colour, hatch in parts:
+            width = row["split"][name]
+            ax.barh(y, width, left=left, color=colour, hatch=hatch, edgecolor="black",
+                    linewidth=0.5, label=name if y == 0 else None)  # fmt: skip
+            left += width
+        ax.plot(row["tokens_per_round"], y, marker="D", color="black", linestyle="",
+                label="tokens a round: right of the bar = faster" if y == 0 else None)  # fmt: skip
+    names = [f"{t['label'].split(',')[0].split(':')[0]}, K={t['best_k']}" for t in tables]
+    ax.set_yticks(range(len(tables)), names)
+    ax.invert_yaxis()
+    ax.set(
+        title="Where the time of a round goes, at the best K",
+        xlabel="plain steps of the same target (bar), tokens (diamond)",
+    )  # fmt: skip
+    ax.legend(fontsize=9)
+    ax.grid(alpha=0.3, axis="x")
 
 
 def rounded(value):
@@ -446,21 +959,32 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+# ---------------------------------------------------------------- the command line
+
+SCHEMA = 2  # of the JSON report; README says what is in it
+
+
 def read_prompts(path: Path) -> dict:
-    """{"measured": {kind: [text]}, "calibration": {kind: [text]}}; ValueError if it is not so."""
+    """{"measured": {kind: [text]}, "calibration": {kind: [text]}}; ValueError if it is not so.
+
+    Kinds are those of GROUPS. One may be left out, but then in both parts, and not all of a group.
+    """
     from model import read_json
 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file of prompts")
     found: dict = {"measured": {}, "calibration": {}}
     read = read_json(path)
-    for part, kind in itertools.product(found, ("chat", "code", "copy")):
-        texts = read[part].get(kind) if isinstance(read.get(part), dict) else None
-        if not isinstance(texts, list) or not texts:
-            raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"{path}: every prompt at {part}, {kind} must be a text, not empty")
-        found[part][kind] = texts
+    for part, (group, kinds) in itertools.product(found, GROUPS.items()):
+        for kind in kinds:
+            texts = read[part].get(kind, []) if isinstance(read.get(part), dict) else None
+            if not isinstance(texts, list):
+                raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
+            if not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(f"{path}: prompts at {part}, {kind} must be texts, not empty")
+            found[part][kind] = texts
+        if not any(found[part][kind] for kind in kinds):
+            raise ValueError(f"{path} has no {part} prompts for {group}: {', '.join(kinds)}")
     return found
 
 
@@ -480,108 +1004,233 @@ def by_group(prompts: dict, each: int | None) -> dict[str, list]:
     return {g: [p for kind in kinds for p in prompts[kind][:each]] for g, kinds in GROUPS.items()}
 
 
-def known_continuation(target, prompt, stop, most_tokens: int, Ks) -> Known:
-    more = list(minispec.autoregressive(target, prompt, max_new_tokens=most_tokens, stop=stop))
-    check_length(more, Ks)
-    cache = target.new_cache(len(prompt) + len(more))
-    target([*prompt, *more], cache, rows=1)
-    return Known(prompt, more, cache.states)
+class Calibration:
+    """Known continuations of the calibration prompts, and what each draft would do on them.
+
+    Ways with the same weights share all of it: only their pass times differ.
+    """
+
+    def __init__(self, models: dict, prompts: dict[str, list], stop, setups: Sequence[Setup]):
+        self.models, self.prompts, self.stop, self.setups = models, prompts, stop, setups
+        self.texts: dict[tuple, list[Known]] = {}
+        self.rehearsals: dict[tuple, list] = {}
+        self.hosts: dict[tuple, HostTimes] = {}
+
+    def predict(self, setup: Setup, passes: dict[str, dict]) -> dict[int, Prediction]:
+        unit, tokens = own_unit(passes, setup.way), setup.tokens
+        texts = self.known(setup)
+        key = setup.weights, setup.group, setup.draft.name
+        if key not in self.rehearsals:
+            vocab = self.models[setup.way].vocab
+            self.rehearsals[key] = [rehearse(k, setup.draft, vocab) for k in texts]
+        key = *key, tokens
+        if key not in self.hosts:
+            two = [k._replace(more=k.more[:tokens]) for k in (texts[:1] + texts[-1:])[: len(texts)]]
+            self.hosts[key] = host_times(self.models[setup.way], two, setup.draft, unit)
+        v = {T: s / unit for T, s in passes[setup.way].items()}
+        rehearsals = [r[: tokens - 1] for r in self.rehearsals[key[:3]]]
+        Ks = range(1, MOST_K + 1)
+        return {K: predict(rehearsals, K, v, self.hosts[key]) for K in Ks}
+
+    def known(self, setup: Setup) -> list[Known]:
+        key = setup.weights, setup.group
+        if key not in self.texts:
+            alike = [s for s in self.setups if (s.weights, s.group) == key]
+            most = max(s.tokens for s in alike)
+            fast = [s.draft for s in alike if type(s.draft) is not minispec.ModelDraft]
+            target = self.models["int4 batched" if setup.weights == "int4" else "float32"]
+            draft = fast[0] if fast else None
+            texts = (
+                known_continuation(target, prompt, self.stop, most, draft)
+                for prompt in self.prompts[setup.group]
+            )
+            self.texts[key] = [k for k in texts if len(k.more) > 2]
+            if not self.texts[key]:
+                raise ValueError(f"no calibration prompt of {setup.group} gets an answer")
+        return self.texts[key]
 
 
-def plan_of(args: argparse.Namespace, draft) -> dict[str, tuple]:
-    """{group: (names of drafts, Ks)}: what is measured."""
-    if args.draft or draft.name != minispec.TRAINED:
-        drafts = dict.fromkeys(GROUPS, (draft.name,))
-    else:
-        trained = draft.name.split(",")[-1]
-        drafts = {
-            "chat and code": (trained, draft.name, "ngram"), "copy-heavy": ("ngram", draft.name)
-        }  # fmt: skip
-    if args.full:
-        return {group: (names, range(1, 9)) for group, names in drafts.items()}
-    Ks = {"chat and code": (1, 2, 3, 4, 6), "copy-heavy": (1, 2, 4, 8)}
-    if args.quick:
-        Ks = {"chat and code": (2, 4), "copy-heavy": (2, 8)}
-    return {group: (names, Ks[group]) for group, names in drafts.items()}
+def load_models(args: argparse.Namespace, target, wanted: set[str]) -> dict[str, Model]:
+    """{way: model}, of the ways that are wanted and differ on this machine."""
+    models = {"float32": target}
+    if {"int4 batched", "int4 serial"} & wanted:
+        models["int4 batched"] = quantize(target)
+        models["int4 serial"] = verify_serially(models["int4 batched"])
+    if "float32 plain" in wanted and "tiles" in target.backend.name:
+        models["float32 plain"] = load(resolve(args.target), numpy_backend(way="plain"))
+    return models
+
+
+def plan(args: argparse.Namespace, target, tokenizer, draft) -> list[Setup]:
+    """What is measured, with these options."""
+    Ks = (1, 2, 4, 6, 8)
+    if args.full or args.quick:
+        Ks = range(1, MOST_K + 1) if args.full else (2, 4)
+    tokens = 128 if args.full else 48 if args.quick else 64
+    if args.draft or args.quantize:
+        if args.quantize:
+            ways, tokens = ("int4 serial", "int4 batched"), min(48, tokens)
+        else:
+            ways = ("float32",)
+        return [
+            Setup("P", way, draft, group, Ks if way == "float32" else (), tokens)
+            for group, way in itertools.product(GROUPS, ways)
+        ]
+    drafts = {"ngram": minispec.PromptLookup()}
+    if isinstance(draft, minispec.Chain):
+        drafts |= {"trained": draft.drafters[-1], "chain": draft}
+    if args.temperature:
+        chosen = [drafts[name] for name in ("trained", "chain", "ngram") if name in drafts]
+        return [
+            Setup(number, "float32", d, group, Ks, tokens)
+            for group in GROUPS for number, d in zip(("1", "1+2", "2")[-len(chosen):], chosen)
+        ]  # fmt: skip
+    ways = {"float32"}
+    if target.backend.xp is np:
+        ways |= {"float32 plain", "int4 batched", "int4 serial"}
+        drafts["int4"] = minispec.load_drafter("int4", target, tokenizer)
+    return default_setups(drafts, ways, args.quick, args.full)
 
 
 def bench(args: argparse.Namespace):
-    minispec.check_sampling(args.temperature, None, 1.0)
-    minispec.check_writable(args.json)
+    check_arguments(args)
     prompts = read_prompts(args.prompts)
-    target, tokenizer, draft = minispec.load_pair(args.target, args.draft)
+    target, tokenizer, draft = minispec.load_pair(args.target, args.draft, backend=args.backend)
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
            for part, kinds in prompts.items()}  # fmt: skip
-    plan, most_tokens, each = plan_of(args, draft), 48 if args.quick else 128, args.quick or None
-    names = dict.fromkeys(name for drafts, _ in plan.values() for name in drafts)
-    drafters = {name: minispec.load_drafter(name, target, tokenizer) for name in names}
+    each = 1 if args.quick else None
+    chosen, calibration = by_group(ids["measured"], each), by_group(ids["calibration"], each)
     first_answer(target, tokenizer, draft)
 
+    setups = plan(args, target, tokenizer, draft)
+    models = load_models(args, target, {s.way for s in setups})
+    setups = [s for s in setups if s.way in models]
     rates = bandwidth(target)
-    (one_pass,) = pass_seconds([target], max(K for _, Ks in plan.values() for K in Ks) + 1)
-    show_machine(rates, one_pass)
-    v = {T: s / one_pass[1] for T, s in one_pass.items()}
+    passes = all_passes(models, args.quick)
+    show_machine(rates, passes)
+    v = {way: {T: s / own_unit(passes, way) for T, s in t.items()} for way, t in passes.items()}
 
-    predictions: dict = {group: {} for group in plan}
     # At temperature 0 the answers end where they end; above, all have the same number of tokens.
     stop = () if args.temperature else tokenizer.stop
+    predictions = [{} for _ in setups]
     if args.temperature == 0:  # a plain run is known beforehand at temperature 0 only
-        for group, calibration in by_group(ids["calibration"], each).items():
-            drafts, Ks = plan[group]
-            known = [known_continuation(target, p, stop, most_tokens, Ks) for p in calibration]
-            predictions[group] = {
-                (name, K): predict(target, known, drafters[name], K, one_pass)
-                for name, K in itertools.product(drafts, Ks)
-            }
+        known = Calibration(models, calibration, stop, setups)
+        with progress("predicting", len(setups)) as bar:
+            for i, setup in enumerate(setups):
+                predictions[i] = known.predict(setup, passes)
+                setup.settle(predictions[i], args.quick)
+                bar.update(1)
 
-    chosen = by_group(ids["measured"], each)
-    runs = sum(len(chosen[g]) * (1 + len(Ks) * (1 + len(d))) for g, (d, Ks) in plan.items())
-    configurations = []
-    with tqdm(total=runs, desc="measuring", unit="run", file=sys.stderr) as bar:
-        for group, (drafts, Ks) in plan.items():
-            of_group = {name: drafters[name] for name in drafts}
-            results = [
-                measure_prompt(
-                    target, p, stop, of_group, Ks, bar.update, max_new_tokens=most_tokens,
-                    temperature=args.temperature,
+    sessions: dict[tuple, list[int]] = {}  # setups with the same plain decoding beside them
+    for i, s in enumerate(setups):
+        same = "int4" if s.weights == "int4" else s.way
+        sessions.setdefault((same, s.group, s.tokens), []).append(i)
+    results = measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop)
+    tables = [configuration(s, results[i], predictions[i], v) for i, s in enumerate(setups)]
+    report(args, rates, passes, tables, v, target)
+
+
+def measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop) -> dict:
+    """{index of setup: results of its prompts}."""
+    plain, results = (2 if args.quick else 3), {}
+
+    def seconds(i, K):  # what a run should take, for the time left
+        s = setups[i]
+        expected = predictions[i][K].speedup if K and K in predictions[i] else 1.0
+        return s.tokens * passes[s.way][1] / expected
+
+    def prompts(key):
+        return chosen[key[1]][:1] if args.quick and key[0] == "int4" else chosen[key[1]]
+
+    total = 0.0
+    for key, of in sessions.items():
+        runs = [(i, K) for i in of for K in setups[i].Ks] + [(of[-1], 0)] * plain
+        total += len(prompts(key)) * sum(itertools.starmap(seconds, runs))
+    with progress("measuring", 1.001 * total) as bar:  # a sum in another order may exceed it
+        for key, of in sessions.items():
+            names = {setups[i].number: i for i in of}
+            tick = lambda number, K: bar.update(seconds(names.get(number, of[-1]), K))  # noqa: B023, E731
+            found = [
+                measure(
+                    [setups[i] for i in of], models, prompt, stop, plain, tick,
+                    max_new_tokens=key[2], temperature=args.temperature,
                 )
-                for p in chosen[group]
+                for prompt in prompts(key)
             ]  # fmt: skip
-            facts = group, args.target or "default"
-            configurations += [
-                configuration(*facts, name, results, Ks, predictions[group], v) for name in drafts
-            ]
-    for c in configurations:
-        show(c)
-    report = dict(
-        version=minispec.__version__, machine=machine(), bandwidth_gb_s=rates["bound"],
-        bandwidth=rates, plain_tokens_per_second=configurations[0]["plain_tokens_per_second"],
-        temperature=args.temperature, configurations=configurations,
+            results |= dict.fromkeys(of, found)
+    return results
+
+
+def progress(name: str, total: float):
+    form = "{desc} {percentage:3.0f}% |{bar}| {elapsed} elapsed, {remaining} left"
+    return tqdm(total=total, desc=name, file=sys.stderr, bar_format=form, leave=False)
+
+
+def report(args, rates, passes, tables: list[dict], v: dict, target):
+    """Everything measured, on stdout, and in the files that were asked for."""
+    plain = {t["name"]: t["plain_tokens_per_second"] for t in reversed(tables)
+             if t["verification"] == "float32"}  # fmt: skip
+    for t in tables:
+        beside = plain.get(t["name"])
+        t["target"] = args.target or "default"
+        t["vs_float32"] = t["tokens_per_second"] / beside if beside else None
+        show(t)
+    summarise(tables)
+    found = dict(
+        version=minispec.__version__, schema=SCHEMA, machine=machine(), backend=target.backend.name,
+        temperature=args.temperature, bandwidth_gb_s=rates["bound"], bandwidth=rates,
+        plain_tokens_per_second=tables[0]["plain_tokens_per_second"], configurations=tables,
         verification=dict(
-            one_row_ms=1e3 * one_pass[1], auto={str(T): x for T, x in v.items()},
+            one_row_ms=1e3 * passes["float32"][1],
+            v={way: {str(T): x for T, x in ratios.items()} for way, ratios in v.items()},
             ways_ms=getattr(target.backend.linear, "milliseconds", None),
         ),
     )  # fmt: skip
     if args.json:
-        minispec.write_json(args.json, rounded(report))
+        minispec.write_json(args.json, rounded(found))
+    if args.plot:
+        plot(rounded(found), args.plot)
     if not sys.stdout.isatty():  # for programs: a person has the table, and --json
-        print("\n" + json.dumps(rounded(report)))
+        print("\n" + json.dumps(rounded(found)))
+
+
+def check_arguments(args: argparse.Namespace):
+    """Raises before anything is loaded or timed."""
+    minispec.check_sampling(args.temperature, None, 1.0)
+    if args.temperature and args.quantize:
+        raise ValueError("--quantize is analysed at temperature 0: leave --temperature out")
+    minispec.check_writable(args.json)
+    minispec.check_writable(args.plot)
+    if args.plot:
+        if Path(args.plot).suffix not in (".png", ".svg"):
+            raise ValueError(f"--plot writes .png or .svg, not {args.plot}")
+        require_matplotlib()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     say = minispec.Parser(prog="bench.py", description="What speculation gains here, and why.")
-    say.add_argument("--quick", action="store_true", help="less of everything, under a minute")
-    say.add_argument("--full", action="store_true", help="every K from 1 to 8")
-    say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
+    size = say.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="less of everything, under a minute")
+    size.add_argument("--full", action="store_true", help="every K from 1 to 8, longer answers")
+    say.add_argument("--pair", nargs=2, metavar=("TARGET", "DRAFT"), help="only these two")
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
-    say.add_argument("--draft", metavar="DIR_OR_ID|ngram", help="only this one, or this chain")
+    say.add_argument("--draft", metavar="DIR_OR_ID|ngram|int4", help="only this, or this chain")
+    say.add_argument("--quantize", choices=["int4"], help="verify in 4 bits, serially and batched")
+    say.add_argument("--backend", choices=BACKENDS, default="numpy", help="default %(default)s")
     say.add_argument("--temperature", type=float, default=0.0, help="above 0: no predictions")
     say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     say.add_argument("--json", metavar="FILE", help="also write the figures there")
+    say.add_argument("--plot", metavar="FILE", help="draw them: .png or .svg")
+    say.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="two runs, in turn")
+    say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
     return minispec.guard("bench.py", lambda: dispatch(say.parse_args(argv)))
 
 
 def dispatch(args: argparse.Namespace):
+    if args.pair:
+        args.target, args.draft = args.pair
+    if args.compare:
+        return compare(args.compare)
     return verification(args) if args.verification else bench(args)
 
 

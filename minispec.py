@@ -513,6 +513,8 @@ class Answer:
     ended: str = "length"
     seconds: float = 0.0  # all of it: prefill, rounds, and showing the text
     first_round: float = 0.0  # seconds of the round that has the prompt in its pass
+    first_draft: float = 0.0  # of which drafting, and the target's pass
+    first_verification: float = 0.0
     draft: float = 0.0
     verification: float = 0.0
     sampling: float = 0.0
@@ -566,7 +568,9 @@ def run(target, prompt, draft=None, K=4, *, show: Callable = lambda r: None, **o
                 inside += time.perf_counter() - before
             if r is None:
                 break
-            answer.first_round = answer.first_round or inside
+            if not answer.rounds:
+                answer.first_round = inside
+                answer.first_draft, answer.first_verification = draft.seconds, target.seconds
             answer.rounds.append(r)
             answer.ended = r.ended
             show(r)
@@ -651,23 +655,28 @@ class WatchedRandomness(Randomness):
         return self.coins[-1]
 
 
-DRAFTS = {"none": Drafter, "ngram": PromptLookup}
+DRAFTS = {"none": Drafter, "ngram": PromptLookup}  # and "int4", the target's own 4-bit copy
 TRAINED = "ngram,weights/draft"  # prompt lookup, and where it finds nothing the trained draft
 
 
-def load_pair(target_name: str | None = None, draft_name: str | None = None):
+def load_pair(
+    target_name: str | None = None, draft_name: str | None = None, *, backend: str = "numpy",
+    quantized: bool = False,
+):  # fmt: skip
     """Names as the command line has them -> target model, its tokenizer, drafter.
 
     target: a checkpoint folder or a hub id; None is the default one, fetched when it is not there.
-    draft: "none", "ngram", or a folder or id with the target's vocabulary; several with commas
-    between them are tried in this order, each round. None is TRAINED where it fits the target,
-    else "ngram".
+    draft: "none", "ngram", "int4", or a folder or id with the target's vocabulary; several with
+    commas between them are tried in this order, each round. None is TRAINED where it fits the
+    target, else "ngram". backend: one of model.BACKENDS. quantized: the target in 4 bits.
     """
-    from model import Tokenizer, load
+    from model import BACKENDS, Tokenizer, load, quantize
     from weights.fetch import resolve
 
     folder = resolve(target_name)
-    target, tokenizer = load(folder), Tokenizer(folder)
+    target, tokenizer = load(folder, BACKENDS[backend]()), Tokenizer(folder)
+    if quantized:
+        target = quantize(target)
     try:
         return target, tokenizer, load_drafter(draft_name or TRAINED, target, tokenizer)
     except ValueError:
@@ -678,18 +687,20 @@ def load_pair(target_name: str | None = None, draft_name: str | None = None):
 
 def load_drafter(names: str, target, tokenizer) -> Drafter:
     """A drafter, or a chain of them, for this target, as `load_pair` names them."""
-    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft
+    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft, quantize
     from weights.fetch import resolve
 
     drafters: list[Drafter] = []
     for name in names.split(","):
         if name in DRAFTS:
             drafters.append(DRAFTS[name]())
+        elif name == "int4":
+            drafters.append(ModelDraft(quantize(target), name))
         elif is_draft(folder := resolve(name)):
             drafters.append(StateDraft(load_draft(folder, target), name))
         else:
             check_same_vocabulary(tokenizer, Tokenizer(folder))
-            drafters.append(ModelDraft(load(folder), name))
+            drafters.append(ModelDraft(load(folder, target.backend), name))
     return drafters[0] if len(drafters) == 1 else Chain(drafters)
 
 
@@ -703,7 +714,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     say.add_argument("prompt", nargs="?", help='the question; "-" or a pipe reads standard input')
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
     say.add_argument(
-        "--draft", metavar="DIR_OR_ID|ngram|none",
+        "--draft", metavar="DIR_OR_ID|ngram|int4|none",
         help=f"several with commas are tried in turn (default {TRAINED}, if it fits the target)",
     )  # fmt: skip
     say.add_argument("-K", type=int, default=4, help="proposals a round (default %(default)s)")
@@ -711,6 +722,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     say.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     say.add_argument("--top-k", type=int, metavar="N")
     say.add_argument("--top-p", type=float, default=1.0, metavar="X")
+    say.add_argument("--quantize", choices=["int4"], help="the target in 4 bits a weight")
     say.add_argument("--verify", choices=RULES, default="token", help="verification rule")
     say.add_argument("--seed", type=int, help="repeat a run; default: another one each time")
     say.add_argument("--system", metavar="TEXT", help="system message of the chat template")
@@ -768,7 +780,8 @@ def check_writable(file: str | None):
 def answer_prompt(args: argparse.Namespace):
     check_sampling(args.temperature, args.top_k, args.top_p)
     check_writable(args.json)
-    target, tokenizer, draft = load_pair(args.target, args.draft)
+    quantized = args.quantize == "int4"
+    target, tokenizer, draft = load_pair(args.target, args.draft, quantized=quantized)
     prompt = prompt_ids(args, tokenizer)
     randomness = WatchedRandomness(args.seed)
     printer = Tracer(tokenizer, randomness.coins) if args.trace else Printer(tokenizer)

@@ -93,6 +93,13 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
     )  # fmt: skip
 
 
+# By the names of the command line.
+BACKENDS = {
+    "numpy": numpy_backend,
+    "numpy-plain": partial(numpy_backend, way="plain"),
+    "numpy-tiles": partial(numpy_backend, way="tiles"),
+}
+
 # ---------------------------------------------------------------- matrix products on NumPy
 
 # Speculative decoding lives from one fact: weights are read from memory once, however many rows
@@ -367,34 +374,45 @@ def unpack(codes, bits: int):  # codes as they are kept -> [G, GROUP, rows] floa
     return unpacked
 
 
-def quantize(model: Model, serial: bool = False) -> Model:
+def quantize(model: Model) -> Model:
     """The same model with weights of 4 bits (5 with scale and minimum), embedding and head of 8.
 
-    serial  up to FEW rows are multiplied one after another, each unpacking all weights again: what
-            a backend does whose quantized kernel is a matrix x vector product. Same weights, same
-            outputs to rounding, so the pair isolates what a parallel verification is worth.
-
-    Raises ValueError for weights that are not on the NumPy backend, or beyond float16.
+    Raises ValueError for weights that are not on the NumPy backend, in 4 bits already, or not
+    within float16.
     """
     backend = model.backend
-    if backend.xp is not np:
-        raise ValueError(f"int4 weights are for the NumPy backend, not for {backend.name}")
+    if backend.xp is not np or isinstance(model.weights["embed"], Packed):
+        raise ValueError(
+            f"only float weights on the NumPy backend go into int4, not {backend.name}"
+        )
 
-    def linear(x, W):  # a draft that shares this backend may have weights of its own
-        if not isinstance(W, Packed):
-            return backend.linear(x, W)
-        if serial and 1 < x.shape[0] <= FEW:
-            return np.concat([W.product(x[i : i + 1, :]) for i in range(x.shape[0])])
-        return W.product(x)
+    def linear(x, W):  # a draft on the same backend has weights that are not packed
+        return W.product(x) if isinstance(W, Packed) else backend.linear(x, W)
 
     def packed(w, bits, names):
         return {k: Packed(W, bits) if k in names and W.ndim == 2 else W for k, W in w.items()}
 
     weights = packed(model.weights, 8, ("embed", "head"))
     weights["layers"] = [packed(layer, 4, layer) for layer in model.weights["layers"]]
-    name = f"{backend.name}, int4{' serial' if serial else ''}"
-    new = dataclasses.replace(backend, name=name, linear=linear)
+    new = dataclasses.replace(backend, name=f"{backend.name}, int4", linear=linear)
     return Model(model.config, weights, new, model.block)
+
+
+def verify_serially(model: Model) -> Model:
+    """The same weights, but up to FEW rows are multiplied one after another.
+
+    So does a backend whose quantized kernel multiplies a matrix with one vector: it unpacks the
+    weights for every row again. The pair of the two isolates what a parallel verification is worth.
+    """
+    inner = model.backend.linear
+
+    def linear(x, W):
+        if 1 < x.shape[0] <= FEW:
+            return np.concat([inner(x[i : i + 1, :], W) for i in range(x.shape[0])])
+        return inner(x, W)
+
+    new = dataclasses.replace(model.backend, name=f"{model.backend.name} serial", linear=linear)
+    return Model(model.config, model.weights, new, model.block)
 
 
 # ---------------------------------------------------------------- what a config.json says

@@ -44,6 +44,7 @@ FIXTURE_F = "test_sampling:test_F_has_law_p_and_acceptance_four_tenths"
 ONE_MODEL = "test_cache:test_cached_equals_recomputed_for_one_model"
 TWO_MODELS = "test_cache:test_each_way_and_no_later_token_for_two_models"
 DEFINITION = "test_draft:test_the_definition_for_one_pair"
+PACKED = "test_quantize:check_groups_and_halves"
 SMALL_SAMPLE = "test_montecarlo:test_texts_of_a_small_sample"
 
 
@@ -602,6 +603,42 @@ MUTANTS = [
         "(len(new) - 1) % self.LONGEST_PASS + 1)",
         "len(new))",
         "test_cache:test_no_pass_is_longer_than_a_piece_or_the_rows_asked_for",
+        "model.py",
+    ),
+    # --- 4-bit weights
+    Mutant(
+        "the halves of a byte exchanged",
+        "unpacked[:, : GROUP // 2, :] = codes & 15",
+        "unpacked[:, : GROUP // 2, :] = codes >> 4",
+        PACKED,
+        "model.py",
+    ),
+    Mutant(
+        "one scale for all the groups",
+        "partial *= scale.astype(partial.dtype)[:, None, :]",
+        "partial *= scale.astype(partial.dtype)[:1, None, :]",
+        PACKED,
+        "model.py",
+    ),
+    Mutant(
+        "minimum left out of a product",
+        "return np.sum(partial, axis=0) + np.matmul(sums, minimum.astype(partial.dtype))",
+        "return np.sum(partial, axis=0)",
+        PACKED,
+        "model.py",
+    ),
+    Mutant(
+        "codes cut, not rounded",
+        "np.clip(np.rint(codes), 0, 2**bits - 1)",
+        "np.clip(np.floor(codes), 0, 2**bits - 1)",
+        "test_quantize:check_nearest_codes",
+        "model.py",
+    ),
+    Mutant(
+        "serial verification that is batched",
+        "return np.concat([inner(x[i : i + 1, :], W) for i in range(x.shape[0])])",
+        "return inner(x, W)",
+        "test_quantize:check_serial_is_one_row_at_a_time",
         "model.py",
     ),
 ]

@@ -1,16 +1,19 @@
 """Contract: bench.py reports what it measured, and predicts from nothing that it measured.
 
-A replay of known continuations goes through the very rounds of the real target; a ratio is printed
-only where both sides emitted equally many tokens; every clock stops on a synchronised device.
+The cost model has the values of the papers; a rehearsal on a known continuation gives the very
+rounds of the real target; a ratio is printed only where both sides emitted equally many tokens;
+every clock stops on a synchronised device; a verdict names the cause that weighs most.
 """
 
-import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bench
 import minispec
@@ -31,6 +34,50 @@ def answered(accepted, proposed, tokens=None):
     return minispec.Round(ids, accepted, [0] * proposed, [], [], (0, 0), None)
 
 
+# ---------------------------------------------------------------- the cost model
+
+
+def test_expected_tokens_have_the_papers_values():
+    """Leviathan et al. 2023, Eq. (1), and the study's K = 6 at 37.8 %."""
+    assert bench.expected_tokens_iid(0.8, 5) == pytest.approx(3.69, abs=5e-3)
+    assert bench.expected_tokens_iid(0.9, 10) == pytest.approx(6.86, abs=5e-3)
+    assert bench.expected_tokens_iid(1.0, 4) == 5 and bench.expected_tokens_iid(0.3, 0) == 1
+    tokens = bench.expected_tokens([0.378] * 6)
+    assert tokens == pytest.approx(3.27, abs=5e-3)
+    assert bench.speedup(tokens, 2.03) == pytest.approx(1.61, abs=5e-3)
+
+
+@given(alpha=st.floats(0.0, 1.0), K=st.integers(1, 12))
+def test_both_forms_of_expected_tokens_agree(alpha, K):
+    cumulative = [alpha**i for i in range(1, K + 1)]
+    assert bench.expected_tokens(cumulative) == pytest.approx(bench.expected_tokens_iid(alpha, K))
+    if alpha < 0.99:
+        closed = (1 - alpha ** (K + 1)) / (1 - alpha)
+        assert bench.expected_tokens_iid(alpha, K) == pytest.approx(closed)
+
+
+@given(
+    c=st.floats(0.0, 2.0), K=st.integers(1, 8), v=st.floats(1.0, 9.0), overhead=st.floats(0.0, 0.3)
+)
+def test_at_break_even_nothing_is_gained(c, K, v, overhead):
+    cost = bench.round_cost(K, c, {K + 1: v}, overhead)
+    assert cost == K * c + v + overhead
+    alpha = bench.break_even_alpha(K, c, {K + 1: v}, overhead)
+    assert (alpha is None) == (cost > K + 1)
+    if alpha is not None:
+        gain = bench.speedup(bench.expected_tokens_iid(alpha, K), cost)
+        assert gain == pytest.approx(1.0)
+    even = bench.break_even_c(3.0, K, {K + 1: v}, overhead)
+    assert bench.round_cost(K, even, {K + 1: v}, overhead) == pytest.approx(3.0)
+
+
+def test_the_best_K_is_the_first_of_equals():
+    assert bench.best_K({3: 1.5, 1: 1.2, 2: 1.5}) == 2
+
+
+# ---------------------------------------------------------------- prediction
+
+
 @pytest.mark.parametrize("K", [0, 1, 3, 8])
 def test_a_replay_goes_through_the_rounds_of_the_target(target, K):
     N = target.context - len(PROMPT)
@@ -39,7 +86,7 @@ def test_a_replay_goes_through_the_rounds_of_the_target(target, K):
     def rounds(model):
         return list(minispec.generate(model, PROMPT, minispec.PromptLookup(), K, max_new_tokens=N))
 
-    known = bench.known_continuation(target, PROMPT, (), N, [1])
+    known = bench.known_continuation(target, PROMPT, (), N)
     assert known.more == plain and known.states.shape == (len(PROMPT) + N, target.config.width)
     real, replayed = rounds(target), rounds(bench.Replay(known, target))
     facts = [(r.tokens, r.accepted, r.proposals, r.ended) for r in real]
@@ -47,36 +94,224 @@ def test_a_replay_goes_through_the_rounds_of_the_target(target, K):
     assert K == 0 or any(r.accepted for r in real), "nothing accepted: this shows too little"
 
 
-def test_tally_leaves_out_first_rounds_and_counts_by_position():
-    generations = [
-        [answered(2, 2), answered(1, 2), answered(2, 2)],
-        [answered(0, 2), answered(0, 1)],
-    ]
-    tally = bench.Tally.of(generations, K=3)
-    assert (tally.tokens, tally.rounds, tally.rows) == (6, 3, [3, 3, 2])
-    assert tally.acceptance == [2 / 3, 1 / 2, 0.0]  # of 3, 2 and no rounds that reached so far
-    assert tally.tokens_per_round == 2
+def state_draft(target):
+    """A stand-in for a draft that reads states: right where the target's state is negative."""
+
+    class Reader(minispec.Drafter):
+        name = "reader"
+
+        def start(self, vocab, capacity, seen=None):
+            self.seen, self.vocab = seen, vocab
+
+        def propose(self, tokens, K, law, randomness):
+            if self.seen.length < len(tokens) - 1:
+                return [], []
+            x = int(1e3 * abs(float(self.seen.states[len(tokens) - 2, 0]))) % 2
+            best = PLAIN[len(tokens) - len(PROMPT) :][:K]
+            proposals = [y if (i + x) % 3 else 0 for i, y in enumerate(best)]
+            return proposals, [minispec.point_mass(y, self.vocab) for y in proposals]
+
+    PLAIN = list(minispec.autoregressive(target, PROMPT, max_new_tokens=30))
+    return Reader()
 
 
-def generation(seconds, *rounds):
-    return minispec.Answer(rounds=list(rounds), seconds=seconds, first_round=1.0)
+DRAFTERS = {
+    "lookup": lambda target: minispec.PromptLookup(),
+    "itself": lambda target: minispec.ModelDraft(target),
+    "int4": lambda target: minispec.load_drafter("int4", target, None),
+    "states": state_draft,
+    "chain": lambda target: minispec.Chain([minispec.PromptLookup(), state_draft(target)]),
+}
+
+
+@pytest.mark.parametrize("K", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_rehearsal_gives_the_rounds_of_the_real_target(target, name, K):
+    """Every round but the first, whose proposals a drafter makes before the first pass."""
+    draft, N = DRAFTERS[name](target), 30
+    known = bench.known_continuation(target, PROMPT, (), N)
+    rehearsal = bench.rehearse(known, draft, target.vocab)
+    assert len(rehearsal) == len(known.more) - 1
+    rounds = list(minispec.generate(target, PROMPT, draft, K, max_new_tokens=N))
+    done = len(rounds[0].tokens)
+    real = [(len(r.proposals), r.accepted) for r in rounds[1:]]
+    assert bench.rounds_at(K, rehearsal[done - 1 :]) == real
+    assert any(n for _, n in real)  # else this shows too little
+
+
+def test_a_rehearsal_of_a_shorter_text_is_its_beginning(target):
+    known = bench.known_continuation(target, PROMPT, (), 30)
+    whole = bench.rehearse(known, minispec.PromptLookup(), target.vocab)
+    short = bench.rehearse(known._replace(more=known.more[:12]), minispec.PromptLookup(), 73)
+    for K in (1, 3, 8):
+        assert bench.rounds_at(K, whole[:11]) == bench.rounds_at(K, short)
+
+
+def test_prediction_is_the_cost_model():
+    """By hand. At K = 2: rounds of (2, 2), (2, 0), and (1, 1) at the end of the text."""
+    rehearsal = [(8, 5), (8, 4), (8, 3), (8, 0), (8, 1), (1, 1)]
+    assert bench.rounds_at(2, rehearsal) == [(2, 2), (2, 0), (1, 1)]
+    hosts = bench.HostTimes(c={2: 0.1}, overhead={2: 0.05}, plain=0.02)
+    v = {1: 1.0, 2: 1.1, 3: 1.3}
+    got = bench.predict([rehearsal], 2, v, hosts)
+    costs = [2 * 0.1 + 1.3 + 0.05] * 2 + [0.1 + 1.1 + 0.05]
+    assert got.speedup == pytest.approx(6 / 3 * 1.02 / np.mean(costs))
+    assert (got.tokens_per_round, got.acceptance) == (2.0, [2 / 3, 1 / 2])
+
+
+def test_host_times_are_a_straight_line(target, monkeypatch):
+    """A clock that only drafting moves: 3 ms a round and 2 ms a proposal, 10 ms a target pass."""
+    known = bench.known_continuation(target, PROMPT, (), 30)
+    clock = [0.0]
+    monkeypatch.setattr(minispec.time, "perf_counter", lambda: clock[0])
+
+    class Slow(minispec.PromptLookup):
+        def propose(self, tokens, K, law, randomness):
+            found = [0] * K
+            clock[0] += 0.003 + 0.002 * K
+            return found, [minispec.point_mass(0, 73)] * K
+
+    hosts = bench.host_times(target, [known], Slow(), 0.010)
+    for K in (1, 2, 5, 8):
+        # The cap at the text's end makes the last rounds of K = 6 shorter.
+        assert hosts.c[K] == pytest.approx(0.2 + 0.3 / K, rel=0.05)
+        assert hosts.overhead[K] == pytest.approx(0, abs=1e-9)
+    assert hosts.plain == pytest.approx(0, abs=1e-9)
+
+
+# ---------------------------------------------------------------- measurement
+
+
+def generation(seconds, *rounds, draft=0.0, verification=1.0):
+    return minispec.Answer(
+        rounds=list(rounds), seconds=seconds, first_round=1.0, first_verification=1.0, draft=draft,
+        verification=verification,
+    )  # fmt: skip
 
 
 def test_a_speedup_compares_rates_after_the_first_round():
     plain = generation(5.0, *[answered(0, 0)] * 5)  # 4 tokens in 4 s
     fast = generation(3.0, answered(0, 0), answered(1, 1), answered(1, 1))  # 4 tokens in 2 s
-    assert bench.speedup_of({"plain": [plain], ("x", 4): fast}, ("x", 4)) == 2.0
+    assert bench.gain({"plain": [plain], ("1", 4): fast}, ("1", 4)) == 2.0
+
+
+def test_the_time_of_a_round_is_split_without_the_first():
+    answer = generation(7.0, *[answered(1, 1)] * 3, draft=1.0, verification=5.0)
+    # 6 s after the first round: 1 drafting, 4 in passes, 1 elsewhere; two rounds; steps of 0.5 s
+    assert bench.split(answer, 0.5) == [1.0, 4.0, 1.0]
+
+
+def test_acceptance_counts_by_position():
+    rounds = [(2, 1), (2, 2), (1, 0)]
+    assert bench.acceptance(rounds, K=3) == [2 / 3, 1 / 2, 0.0]  # of 3, 2 and no rounds so far
+
+
+def setup(draft=None, Ks=(1,), way="float32", number="1", tokens=8):
+    drafter = draft or minispec.PromptLookup()
+    return bench.Setup(number, way, drafter, "chat and code", Ks, tokens)
 
 
 def test_no_speedup_where_the_outputs_differ_in_length():
     plain, longer = generation(3.0, *[answered(0, 0)] * 3), generation(4.0, *[answered(0, 0)] * 4)
-    results = {"plain": [plain], ("d", 1): longer}
-    assert bench.speedup_of(results, ("d", 1)) is None
-    prediction = {("d", 1): bench.Prediction(1.0, 0.0, 0.0)}
-    table = bench.configuration("x", "default", "d", [results], [1], prediction, {1: 1.0, 2: 1.5})
-    assert table["by_k"][0]["cost"] is None
+    results = [{"plain": [plain], ("1", 1): longer}]
+    predictions = {1: bench.Prediction(1.0, 0.0, 0.0, 1.0, [0.0])}
+    table = bench.configuration(setup(), results, predictions, {"float32": {1: 1.0, 2: 1.5}})
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
+
+
+def test_rows_are_medians_over_prompts():
+    def prompt(seconds):  # K=1: two tokens a round; `seconds` for 3 rounds, plain 6 s for 6 tokens
+        plain = generation(7.0, *[answered(0, 0)] * 7)
+        rounds = answered(0, 0), *[answered(1, 1)] * 3
+        return {"plain": [plain], ("1", 1): generation(1.0 + seconds, *rounds)}
+
+    results = [prompt(3.0), prompt(2.0), prompt(6.0)]
+    prediction = bench.Prediction(1.5, 0.1, 0.2, 2.0, [1.0])
+    row = bench.at_K(results, "1", 1, prediction, {2: 1.25})
+    assert (row["measured"], row["by_prompt"]) == (2.0, [2.0, 3.0, 1.0])
+    assert (row["tokens_per_round"], row["rows_per_round"], row["v"]) == (2, 2, 1.25)
+    assert row["split"] == {"draft": 0.0, "verification": 0.0, "rest": 1.0}
+    assert row["tokens_per_second"] == 2.0
+    assert bench.at_K(results, "1", 2, prediction, {3: 1.5})["measured"] is None
+
+
+def test_noise_is_that_of_the_repeats_of_plain_decoding():
+    def prompt(*seconds):
+        return {"plain": [generation(1.0 + s, *[answered(0, 0)] * 5) for s in seconds]}
+
+    assert bench.noise([prompt(4.0, 4.0), prompt(2.0, 2.0)]) == 0
+    # rates 1.1 and 0.9 of their mean: sigma = sqrt(0.02 / 1); one prompt, two repeats
+    got = bench.noise([prompt(4 / 1.1, 4 / 0.9)])
+    assert got == pytest.approx(2 * 1.25 * 0.02**0.5 * 1.5**0.5)
+    assert bench.noise([prompt(4 / 1.1, 4 / 0.9)] * 4) == pytest.approx(got / 2)
+
+
+def test_plain_decoding_frames_the_runs_and_every_setup_has_its_way(target):
+    class Named:
+        def __init__(self, way):
+            self.way = way
+
+        def __getattr__(self, name):
+            return getattr(target, name)
+
+        def __call__(self, *args, **kwargs):
+            order.append(self.way)
+            return target(*args, **kwargs)
+
+    order, ticks = [], []
+    models = {way: Named(way) for way in ("int4 serial", "int4 batched")}
+    pair = [setup(Ks=(1,), way="int4 serial", number="4"), setup(way="int4 batched", number="5")]
+    tick = lambda number, K: ticks.append((number, K))  # noqa: E731
+    results = bench.measure(pair, models, PROMPT, (), 3, tick, max_new_tokens=8)
+    assert ticks == [("plain", 0), ("4", 1), ("plain", 0), ("5", 1), ("plain", 0)]
+    changes = [way for i, way in enumerate(order) if i == 0 or way != order[i - 1]]
+    assert changes == ["int4 batched", "int4 serial", "int4 batched"]
+    assert set(results) == {"plain", ("4", 1), ("5", 1)} and len(results["plain"]) == 3
+    assert all(a.tokens == results["plain"][0].tokens for a in results["plain"])
+
+
+def test_an_answer_too_short_to_time_is_refused():
+    with pytest.raises(ValueError, match="too short"):
+        bench.check_length([1] * 17, [1, 8])
+    bench.check_length([1] * 18, [1, 8])
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def row(tokens, draft, verification, rest=0.0, K=4, rows=None, acceptance=(0.6, 0.5, 0.3, 0.2)):
+    return dict(
+        K=K, measured=tokens / (draft + verification + rest), tokens_per_round=tokens,
+        rows_per_round=rows or K + 1, acceptance=list(acceptance),
+        split=dict(draft=draft, verification=verification, rest=rest),
+    )  # fmt: skip
+
+
+def test_a_serial_verification_is_named_with_what_a_parallel_one_would_give():
+    text = bench.verdict(row(2.0, 0.08, 4.9), quick=1.15)
+    assert text.startswith("0.40x at K=4") and "v(5) = 4.90" in text and "at 1.15" in text
+    assert f"{2.0 / (0.08 + 1.15):.2f}x" in text
+
+
+def test_a_slow_draft_is_named_with_its_break_even():
+    text = bench.verdict(row(4.6, 10.0, 1.2))
+    assert "draft is not fast enough, c = 2.50" in text
+    assert f"break-even {(4.6 - 1.2) / 4:.2f}" in text and f"acceptance {5 / 11.2:.2f}x" in text
+
+
+def test_a_draft_that_is_fast_enough_is_limited_by_acceptance():
+    text = bench.verdict(row(2.0, 0.2, 1.1))
+    assert "acceptance decides, 60 % of first proposals, 20 % up to number 4" in text
+    alpha = bench.break_even_alpha(4, 0.05, {5: 1.1})
+    assert f"break-even alpha {100 * alpha:.0f} %" in text
+
+
+def test_rare_proposals_are_named():
+    assert "proposals are rare, 0.5 a round" in bench.verdict(row(1.1, 0.0, 1.0, rows=1.5))
+
+
+# ---------------------------------------------------------------- passes
 
 
 def test_passes_are_timed_on_a_synchronised_device_after_a_warm_up(target):
@@ -90,7 +325,7 @@ def test_passes_are_timed_on_a_synchronised_device_after_a_warm_up(target):
 
     backend = dataclasses.replace(target.backend, synchronize=lambda: events.append("sync"))
     watched = Watched(target.config, target.weights, backend, target.block)
-    (times,) = bench.pass_seconds([watched], most_rows=2, context=8, repeats=3)
+    (times,) = bench.pass_seconds([watched], (1, 2), context=8, repeats=3)
     assert set(times) == {1, 2} and min(times.values()) > 0
     assert events[1:] == ["sync", 1, "sync", "sync", 2, "sync"] * 4
 
@@ -105,9 +340,10 @@ def test_several_targets_are_timed_in_turn(target):
 
     pair = [Watched(target.config, target.weights, target.backend, target.block) for _ in "ab"]
     pair[0].name, pair[1].name = "a", "b"
-    times = bench.pass_seconds(pair, most_rows=2, context=8, repeats=2)
+    times = bench.pass_seconds(pair, (1, 2), context=8, repeats=2)
     assert [set(t) for t in times] == [{1, 2}, {1, 2}]
-    assert order[2:] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)] * 3
+    # The first pass of each wakes the processor after the pause, and is not timed.
+    assert order[2:] == [("a", 1), ("a", 1), ("a", 2), ("b", 1), ("b", 1), ("b", 2)] * 3
 
 
 def test_verification_measures_both_ways(monkeypatch, tmp_path, capsys):
@@ -135,18 +371,17 @@ def test_the_synthetic_layers_are_a_model():
     assert logits.shape == (3, 4096) and np.isfinite(logits).all() and logits.std() > 0
 
 
-def test_prediction_is_the_cost_model(target, monkeypatch):
-    """Where the host costs nothing: tokens a round over the mean of v at the rounds' rows."""
-    plain = list(minispec.autoregressive(target, PROMPT, max_new_tokens=10))
-    rounds = list(minispec.generate(target, PROMPT, minispec.PromptLookup(), 2, max_new_tokens=10))
-    tally = bench.Tally.of([rounds], 2)
-    one_pass = {1: 10.0, 2: 12.0, 3: 13.0}  # seconds: the host's microseconds vanish beside them
-    known = bench.known_continuation(target, PROMPT, (), 10, [1])
-    assert known.more == plain
-    got = bench.predict(target, [known], minispec.PromptLookup(), 2, one_pass)
-    mean = np.mean([one_pass[T] for T in tally.rows])
-    assert got.speedup == pytest.approx(tally.tokens_per_round * 10 / mean, rel=1e-2)
-    assert 0 <= got.c < 1e-3 and 0 < got.overhead < 1e-2
+def test_four_bit_passes_are_timed_at_few_T_where_time_is_short(monkeypatch):
+    def seconds(models, Ts, repeats):
+        return [{T: T * 1.0 for T in Ts} for _ in models]
+
+    monkeypatch.setattr(bench, "pass_seconds", seconds)
+    found = bench.all_passes({"float32": None, "int4 serial": None}, quick=True)
+    assert found["int4 serial"] == found["float32"] == {T: T for T in range(1, 10)}
+    assert bench.own_unit({"a x": {1: 2.0}, "a": {1: 1.0}, "b": {1: 0.5}}, "a x") == 1.0
+
+
+# ---------------------------------------------------------------- the whole of it
 
 
 class StubTokenizer:
@@ -162,67 +397,122 @@ class StubTokenizer:
 @pytest.fixture
 def tiny(monkeypatch, target):
 
-    def load_pair(target_name, draft_name):
+    def load_pair(target_name, draft_name, backend="numpy"):
         draft = minispec.load_drafter(draft_name or "ngram", target, None)
         return target, StubTokenizer(), draft
 
+    def pass_seconds(targets, Ts, **options):
+        return [{T: 1.0 + 0.1 * T for T in Ts} for _ in targets]
+
     monkeypatch.setattr(minispec, "load_pair", load_pair)
-    monkeypatch.setattr(
-        bench, "pass_seconds", lambda targets, rows: [{T: 1.0 * T for T in range(1, 10)}]
+    monkeypatch.setattr(bench, "pass_seconds", pass_seconds)
+
+
+@pytest.fixture
+def report(tiny, tmp_path, capsys):
+    line = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.svg")]
+    assert bench.main([*line, "--target", "some/where"]) == 0
+    return json.loads((tmp_path / "b.json").read_text()), capsys.readouterr().out, tmp_path
+
+
+def test_the_default_run_on_a_tiny_target(report):
+    found, out, folder = report
+    assert json.loads(out.splitlines()[-1]) == found and found["schema"] == bench.SCHEMA
+    text = out[out.index("v(T)") :].splitlines()[:-1]
+    assert max(map(len, text)) <= 100
+    tables = {(t["number"], t["name"]): t for t in found["configurations"]}
+    assert set(tables) == {
+        ("2", "chat and code"), ("2", "copy-heavy"), ("3", "chat and code"),
+        ("4", "chat and code"), ("5", "chat and code"),
+    }  # fmt: skip
+    for t in tables.values():
+        assert [row["K"] for row in t["by_k"]] == list(range(1, 9))
+        assert all(row["predicted"] for row in t["by_k"])
+        measured = {row["K"]: row["measured"] for row in t["by_k"] if row["measured"]}
+        assert t["target"] == "some/where" and t["speedup"] == max(measured.values())
+        assert measured[t["best_k"]] == t["speedup"] and f"K={t['best_k']}" in t["verdict"]
+        if t["number"] == "2":
+            assert list(measured) == [1, 2, 4, 6, 8]
+        else:
+            best = bench.best_K({row["K"]: row["predicted"] for row in t["by_k"]})
+            assert list(measured) == [K for K in range(best - 1, best + 2) if 1 <= K <= 8]
+    four, five = tables["4", "chat and code"], tables["5", "chat and code"]
+    assert (
+        (four["quantize"], four["draft"]) == (five["quantize"], five["draft"]) == ("int4", "ngram")
     )
+    assert (folder / "b.svg").read_text().startswith("<?xml")
+    assert sorted(f.name for f in folder.iterdir()) == ["b.json", "b.svg"]
 
 
-def test_the_whole_of_it_on_a_tiny_target(tiny, tmp_path, capsys):
-    line = ["--quick", "--target", "some/where", "--json", str(tmp_path / "b.json")]
-    assert bench.main(line) == 0
-    out = capsys.readouterr().out
-    report = json.loads((tmp_path / "b.json").read_text())
-    assert json.loads(out.splitlines()[-1]) == report
-    tables = out[out.index("v(T)") :].splitlines()[:-1]
-    assert max(map(len, tables)) <= 100
-    assert report["verification"]["auto"]["2"] == 2.0
-    for table in report["configurations"]:
-        Ks = [2, 4] if table["name"] == "chat and code" else [2, 8]
-        assert [row["K"] for row in table["by_k"]] == Ks
-        assert all(len(row["acceptance"]) == row["K"] for row in table["by_k"])
-        assert table["target"] == "some/where" and table["draft"] == "ngram"
-        assert table["speedup"] == max(row["measured"] for row in table["by_k"])
-        assert str(table["best_k"]) in table["verdict"]
+def test_two_reports_side_by_side(report, capsys):
+    found, _, folder = report
+    faster = folder / "c.json"
+    for t in found["configurations"]:
+        t["speedup"] *= 2
+    faster.write_text(json.dumps(found))
+    assert bench.main(["--compare", str(folder / "b.json"), str(faster)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ratios = [line.split()[-1] for line in lines if "chat and code" in line or "copy" in line]
+    assert ratios == ["2.00"] * 5 and max(map(len, lines[3:])) <= 100
+    faster.write_text(json.dumps(found | {"schema": 1}))
+    assert bench.main(["--compare", str(folder / "b.json"), str(faster)]) == 2
+    assert "schema" in capsys.readouterr().err
 
 
-def test_above_temperature_0_nothing_is_predicted_and_the_lengths_agree(tiny, tmp_path, capsys):
-    line = ["--quick", "--temperature", "1", "--json", str(tmp_path / "b.json")]
-    assert bench.main(line) == 0
-    for table in json.loads((tmp_path / "b.json").read_text())["configurations"]:
-        assert all(row["predicted"] is None and row["measured"] for row in table["by_k"])
+@pytest.mark.parametrize(
+    "options, ways",
+    [
+        (["--quick"], ["float32", "int4 serial", "int4 batched"]),
+        (["--pair", "a", "ngram"], ["float32"] * 2),
+        (["--pair", "a", "ngram", "--quantize", "int4"], ["int4 serial", "int4 batched"] * 2),
+        (["--temperature", "1", "--quick"], ["float32"] * 2),
+    ],
+)
+def test_what_is_measured_on_request(tiny, tmp_path, capsys, options, ways):
+    assert bench.main([*options, "--json", str(tmp_path / "b.json")]) == 0
+    tables = json.loads((tmp_path / "b.json").read_text())["configurations"]
+    assert [t["verification"] for t in tables] == ways
+    warm = "--temperature" in options
+    for t in tables:
+        rows = [row for row in t["by_k"] if row["measured"]]
+        assert rows and all((row["predicted"] is None) == warm for row in t["by_k"])
     out = capsys.readouterr().out
     assert max(map(len, out[out.index("v(T)") :].splitlines()[:-1])) <= 100
 
 
-def options_of(*line):
-    namespace = dict(draft=None, full=False, quick=False)
-    return argparse.Namespace(**namespace | {name: True for name in line})
-
-
-def test_what_is_measured_by_default():
-    chain = minispec.Drafter()
-    chain.name = minispec.TRAINED
-    plan = bench.plan_of(options_of(), chain)
-    assert plan["chat and code"][0] == ("weights/draft", minispec.TRAINED, "ngram")
-    assert plan["copy-heavy"][0] == ("ngram", minispec.TRAINED)
-    full = bench.plan_of(options_of("full"), minispec.PromptLookup())
-    assert {names for names, _ in full.values()} == {("ngram",)}
-    assert all(list(Ks) == list(range(1, 9)) for _, Ks in full.values())
+def test_the_studys_five_configurations_and_what_is_beside_them():
+    drafts = {name: object() for name in ("trained", "chain", "ngram", "int4")}
+    ways = {"float32", "float32 plain", "int4 batched", "int4 serial"}
+    setups = bench.default_setups(drafts, ways, quick=False, full=False)
+    facts = {(s.number, s.group): (s.way, s.draft) for s in setups}
+    chat, copy = bench.GROUPS
+    assert facts == {
+        ("1", chat): ("float32", drafts["trained"]), ("1+2", chat): ("float32", drafts["chain"]),
+        ("2", chat): ("float32", drafts["ngram"]), ("2", copy): ("float32", drafts["ngram"]),
+        ("1+2", copy): ("float32", drafts["chain"]), ("3", chat): ("float32", drafts["int4"]),
+        ("4", chat): ("int4 serial", drafts["trained"]),
+        ("5", chat): ("int4 batched", drafts["trained"]),
+        ("C", chat): ("float32 plain", drafts["trained"]),
+    }  # fmt: skip
+    every = bench.default_setups(drafts, ways, quick=False, full=True)
+    assert all(list(s.Ks) == list(range(1, 9)) for s in every if s.number in ("1", "1+2", "2"))
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--json", "/nowhere/b.json"], "cannot write"),
+        (["--plot", "/nowhere/b.png"], "cannot write"),
+        (["--plot", "b.pdf"], ".png or .svg"),
         (["--temperature", "-1"], "temperature"),
+        (["--temperature", "1", "--quantize", "int4"], "temperature 0"),
         (["--draft", "no-such-draft"], "no-such-draft"),
         (["--prompts", "/nowhere/p.json"], "p.json"),
         (["--prompts", str(FOLDER / "config.json")], "measured"),
+        (["--compare", "/nowhere/a.json", "b.json"], "a.json"),
+        (["--compare", str(FOLDER / "config.json"), "b.json"], "schema"),
+        (["--backend", "abacus"], "abacus"),
+        (["--quick", "--full"], "not allowed"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -235,46 +525,37 @@ def test_bad_input_is_one_line_and_status_2(tiny, capsys, options, words):
     assert status == 2 and words in error and error.count("\n") == 1
 
 
+def test_a_plot_without_matplotlib_is_refused_before_the_work(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench.main(["--plot", "b.png"]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+KINDS = [kind for kinds in bench.GROUPS.values() for kind in kinds]
+
+
 @pytest.mark.parametrize(
-    "damage", [[], {"chat": []}, {"chat": "one"}, {"chat": [1]}, {"chat": [" "]}]
+    "damage",
+    [[], {"chat": "one"}, {"chat": [1]}, {"chat": [" "]}, {kind: [] for kind in KINDS[:3]}],
 )
 def test_a_prompts_file_of_the_wrong_kind_is_refused(tmp_path, damage):
-    whole = {kind: ["a text"] for kind in ("chat", "code", "copy")}
+    whole = {kind: ["a text"] for kind in KINDS}
     file = tmp_path / "p.json"
     file.write_text(json.dumps({"measured": whole, "calibration": whole, "more": 1}))
     assert bench.read_prompts(file) == {"measured": whole, "calibration": whole}
     broken = damage if isinstance(damage, list) else whole | damage
     file.write_text(json.dumps({"measured": whole, "calibration": broken}))
-    with pytest.raises(ValueError, match="calibration, chat"):
+    with pytest.raises(ValueError, match="calibration"):
         bench.read_prompts(file)
 
 
 def test_committed_prompts_are_read_and_enough():
     prompts = bench.read_prompts(bench.PROMPTS)
-    assert all(len(texts) >= 4 for texts in prompts["measured"].values())
+    for part, kinds in prompts.items():
+        assert all(len(texts) >= 2 for texts in kinds.values()), part
     measured = {t for texts in prompts["measured"].values() for t in texts}
     assert not measured & {t for texts in prompts["calibration"].values() for t in texts}
 
 
 def test_rounded():
     assert bench.rounded({"a": [1.23456, 7, None, "x"]}) == {"a": [1.235, 7, None, "x"]}
-
-
-def test_rows_are_medians_over_prompts():
-    def prompt(seconds):  # K=1: two tokens a round; `seconds` for 3 rounds, plain 6 s for 6 tokens
-        plain = generation(7.0, *[answered(0, 0)] * 7)
-        return {
-            "plain": [plain],
-            ("d", 1): generation(1.0 + seconds, answered(0, 0), *[answered(1, 1)] * 3),
-        }
-
-    results = [prompt(3.0), prompt(2.0), prompt(6.0)]
-    row = bench.at_K(results, "d", 1, bench.Prediction(1.5, 0.1, 0.2), v=1.25)
-    assert (row["measured"], row["spread"]) == (2.0, [1.0, 3.0])
-    assert (row["tokens_per_round"], row["cost"], row["rows_per_round"]) == (2, 1.0, 2)
-
-
-def test_an_answer_too_short_to_time_is_refused():
-    with pytest.raises(ValueError, match="too short"):
-        bench.check_length([1] * 17, [1, 8])
-    bench.check_length([1] * 18, [1, 8])
