@@ -274,6 +274,7 @@ class Setup:
             own), "int4 batched", "int4 serial"
     Ks      to be measured; none: the best one of the prediction, and its neighbours
     tokens  most tokens of an answer
+    each    how many prompts of every kind; None: all
     """
 
     number: str
@@ -281,7 +282,8 @@ class Setup:
     draft: minispec.Drafter
     group: str
     Ks: Sequence[int] = ()
-    tokens: int = 64
+    tokens: int = 48
+    each: int | None = None
 
     @property
     def weights(self) -> str:
@@ -291,29 +293,31 @@ class Setup:
         if not self.Ks:
             best = best_K({K: p.speedup for K, p in predictions.items()})
             near = (best,) if quick else range(best - 1, best + 2)
-            self.Ks = [K for K in near if 0 < K <= MOST_K]
+            longest = min(MOST_K, self.tokens // 2 - 1)  # else the answer would be two rounds
+            self.Ks = sorted({min(max(K, 1), longest) for K in near})
 
 
 def default_setups(drafts: dict, ways, quick: bool, full: bool) -> list[Setup]:
     """The study's five configurations, the chain of both drafts, and plain BLAS as a control."""
     chat, copy = GROUPS
-    Ks, chain_Ks, tokens, few = (1, 2, 4, 6, 8), (), 64, 24
+    Ks, chain_Ks, tokens, few = (1, 2, 4, 6, 8), (), 48, 24
     if full:
         Ks = chain_Ks = range(1, MOST_K + 1)
         tokens, few = 128, 48
     if quick:
-        Ks, chain_Ks, tokens, few = (4, 8), (2, 4), 40, 20
+        Ks, chain_Ks, tokens, few = (8,), (2, 4), 40, 16
     trained, chain = drafts.get("trained", drafts["ngram"]), drafts.get("chain")
+    slow = dict(group=chat, tokens=few, each=None if full else 2)
     setups = [
         Setup("1", "float32", drafts.get("trained"), chat, Ks, tokens),
         Setup("1+2", "float32", chain, chat, chain_Ks, tokens),
         Setup("2", "float32", drafts["ngram"], chat, Ks, tokens),
         Setup("2", "float32", drafts["ngram"], copy, Ks, tokens),
-        Setup("1+2", "float32", chain, copy, chain_Ks, tokens),
-        Setup("3", "float32", drafts.get("int4"), chat, (), few),
-        Setup("4", "int4 serial", trained, chat, (), few),
-        Setup("5", "int4 batched", trained, chat, (), few),
-        Setup("C", "float32 plain", trained, chat, (), 2 * few),
+        Setup("1+2", "float32", chain if full else None, copy, chain_Ks, tokens),
+        Setup("3", "float32", drafts.get("int4"), **slow),
+        Setup("4", "int4 serial", trained, **slow),
+        Setup("5", "int4 batched", trained, **slow),
+        Setup("C", "float32 plain", trained, **slow),
     ]
     in_short = ("1+2", chat), ("2", copy), ("4", chat), ("5", chat)
     return [
@@ -941,12 +945,12 @@ def plot_rounds(ax, tables):
                 label="tokens a round: right of the bar = faster" if y == 0 else None)  # fmt: skip
     names = [f"{t['label'].split(',')[0].split(':')[0]}, K={t['best_k']}" for t in tables]
     ax.set_yticks(range(len(tables)), names)
-    ax.invert_yaxis()
+    ax.set_ylim(len(tables) + 0.6, -0.6)  # from the top down, with room for the legend
     ax.set(
         title="Where the time of a round goes, at the best K",
         xlabel="plain steps of the same target (bar), tokens (diamond)",
     )  # fmt: skip
-    ax.legend(fontsize=9)
+    ax.legend(fontsize=9, loc="lower center", ncols=2)
     ax.grid(alpha=0.3, axis="x")
 
 
@@ -1010,7 +1014,7 @@ class Calibration:
     Ways with the same weights share all of it: only their pass times differ.
     """
 
-    def __init__(self, models: dict, prompts: dict[str, list], stop, setups: Sequence[Setup]):
+    def __init__(self, models: dict, prompts: dict, stop, setups: Sequence[Setup]):
         self.models, self.prompts, self.stop, self.setups = models, prompts, stop, setups
         self.texts: dict[tuple, list[Known]] = {}
         self.rehearsals: dict[tuple, list] = {}
@@ -1042,7 +1046,7 @@ class Calibration:
             draft = fast[0] if fast else None
             texts = (
                 known_continuation(target, prompt, self.stop, most, draft)
-                for prompt in self.prompts[setup.group]
+                for prompt in self.prompts[setup.weights][setup.group]
             )
             self.texts[key] = [k for k in texts if len(k.more) > 2]
             if not self.texts[key]:
@@ -1066,10 +1070,10 @@ def plan(args: argparse.Namespace, target, tokenizer, draft) -> list[Setup]:
     Ks = (1, 2, 4, 6, 8)
     if args.full or args.quick:
         Ks = range(1, MOST_K + 1) if args.full else (2, 4)
-    tokens = 128 if args.full else 48 if args.quick else 64
+    tokens = 128 if args.full else 40 if args.quick else 48
     if args.draft or args.quantize:
         if args.quantize:
-            ways, tokens = ("int4 serial", "int4 batched"), min(48, tokens)
+            ways, tokens = ("int4 serial", "int4 batched"), 24
         else:
             ways = ("float32",)
         return [
@@ -1098,8 +1102,6 @@ def bench(args: argparse.Namespace):
     target, tokenizer, draft = minispec.load_pair(args.target, args.draft, backend=args.backend)
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
            for part, kinds in prompts.items()}  # fmt: skip
-    each = 1 if args.quick else None
-    chosen, calibration = by_group(ids["measured"], each), by_group(ids["calibration"], each)
     first_answer(target, tokenizer, draft)
 
     setups = plan(args, target, tokenizer, draft)
@@ -1114,6 +1116,8 @@ def bench(args: argparse.Namespace):
     stop = () if args.temperature else tokenizer.stop
     predictions = [{} for _ in setups]
     if args.temperature == 0:  # a plain run is known beforehand at temperature 0 only
+        each = {"float32": 1, "int4": 1} if args.quick else {"float32": None, "int4": 3}
+        calibration = {weights: by_group(ids["calibration"], n) for weights, n in each.items()}
         known = Calibration(models, calibration, stop, setups)
         with progress("predicting", len(setups)) as bar:
             for i, setup in enumerate(setups):
@@ -1124,7 +1128,9 @@ def bench(args: argparse.Namespace):
     sessions: dict[tuple, list[int]] = {}  # setups with the same plain decoding beside them
     for i, s in enumerate(setups):
         same = "int4" if s.weights == "int4" else s.way
-        sessions.setdefault((same, s.group, s.tokens), []).append(i)
+        each = 1 if args.quick else s.each
+        sessions.setdefault((same, s.group, s.tokens, each), []).append(i)
+    chosen = {key: by_group(ids["measured"], key[3])[key[1]] for key in sessions}
     results = measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop)
     tables = [configuration(s, results[i], predictions[i], v) for i, s in enumerate(setups)]
     report(args, rates, passes, tables, v, target)
@@ -1132,20 +1138,17 @@ def bench(args: argparse.Namespace):
 
 def measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop) -> dict:
     """{index of setup: results of its prompts}."""
-    plain, results = (2 if args.quick else 3), {}
+    plain, results = 2, {}
 
     def seconds(i, K):  # what a run should take, for the time left
         s = setups[i]
         expected = predictions[i][K].speedup if K and K in predictions[i] else 1.0
         return s.tokens * passes[s.way][1] / expected
 
-    def prompts(key):
-        return chosen[key[1]][:1] if args.quick and key[0] == "int4" else chosen[key[1]]
-
     total = 0.0
     for key, of in sessions.items():
         runs = [(i, K) for i in of for K in setups[i].Ks] + [(of[-1], 0)] * plain
-        total += len(prompts(key)) * sum(itertools.starmap(seconds, runs))
+        total += len(chosen[key]) * sum(itertools.starmap(seconds, runs))
     with progress("measuring", 1.001 * total) as bar:  # a sum in another order may exceed it
         for key, of in sessions.items():
             names = {setups[i].number: i for i in of}
@@ -1155,7 +1158,7 @@ def measure_sessions(args, sessions, setups, models, passes, predictions, chosen
                     [setups[i] for i in of], models, prompt, stop, plain, tick,
                     max_new_tokens=key[2], temperature=args.temperature,
                 )
-                for prompt in prompts(key)
+                for prompt in chosen[key]
             ]  # fmt: skip
             results |= dict.fromkeys(of, found)
     return results

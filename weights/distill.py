@@ -5,7 +5,8 @@
     python weights/distill.py evaluate              # held-out acceptance per position
 
 Both long steps save as they go and continue when run again; training counts CPU time, so that it
-can be stopped and continued while something else is being timed.
+can be stopped and continued while something else is being timed. A draft that has been trained to
+its end goes through another cycle, on whatever text there is by then.
 
 The recipe. Text: openers, some with a topic, finished as a user's turn by the target at temperature
 0.8, then its answer at one of TEMPERATURES; the target's states are kept. Draft: one layer of the
@@ -15,7 +16,8 @@ Zhao et al. 2025, arXiv 2502.14856), begun from the embedding's rows. Loss: cros
 target's distribution over those tokens, twice the total variation, half the smooth L1 distance to
 the target's state. The first half learns from true states; the second also from the draft's own
 outputs, two tokens further (as HASS, Zhang et al. 2024, arXiv 2408.15766), which is what holds up
-the later proposals. Muon for the matrices, AdamW for the head and the norms, cosine.
+the later proposals. Muon for the matrices, AdamW for the head and the norms, cosine. A later cycle
+is all of the second kind, at half the rate.
 
 What was run, and what came out: weights/draft/README.md.
 
@@ -490,11 +492,13 @@ def frequent_ids(text: Text, vocab: int) -> np.ndarray:
 
 
 def train(minutes: float):
-    """`minutes` of both cores, from where the checkpoint ends; then the folder is written."""
+    """A cycle of `minutes` of both cores, or the rest of one; then the folder is written."""
     target = Target()
     text = Text(target)
     saved = torch.load(CHECKPOINT) if CHECKPOINT.is_file() else {}
-    step, done = saved.get("step", 0), saved.get("done", 0.0)
+    step, done, cycle = saved.get("step", 0), saved.get("done", 0.0), saved.get("cycle", 0)
+    if done >= 1:
+        done, cycle = 0.0, cycle + 1
     torch.manual_seed(step)
     rng, order = np.random.default_rng([1, step]), []
     head_ids = saved["head_ids"] if saved else torch.from_numpy(frequent_ids(text, target.c.vocab))
@@ -515,18 +519,20 @@ def train(minutes: float):
 
     def save():
         states = [optimiser.state_dict() for optimiser in optimisers]
-        new = dict(step=step, done=done, head_ids=head_ids, optimisers=states)
+        new = dict(step=step, done=done, cycle=cycle, head_ids=head_ids, optimisers=states)
         torch.save(new | {"draft": draft.state_dict()}, CHECKPOINT.with_suffix(".tmp"))
         CHECKPOINT.with_suffix(".tmp").rename(CHECKPOINT)
 
+    first = step
     while done < 1:
         order = order or batches(text, rng)
         wave = 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done))
         for optimiser, rate in optimisers.items():
             optimiser.zero_grad()
             for group in optimiser.param_groups:
-                group["lr"] = rate * wave * min(1, (step + 1) / 50)
-        loss = losses(draft, target, text.batch(order.pop()), 1 if done < 0.5 else ROLLOUT)
+                group["lr"] = rate * wave * min(1, (step - first + 1) / 50) * (0.5 if cycle else 1)
+        steps = ROLLOUT if cycle or done >= 0.5 else 1
+        loss = losses(draft, target, text.batch(order.pop()), steps)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for optimiser in optimisers:
