@@ -251,6 +251,9 @@ def all_passes(models: dict[str, Model], quick: bool) -> dict[str, dict]:
         for way, seconds in zip(ways, measured):
             between = np.interp(every, list(seconds), list(seconds.values()))
             found[way] = dict(zip(every, between.tolist()))
+    if len(slow) == 2:  # one row is the same work for both
+        both = statistics.fmean(found[way][1] for way in slow)
+        found |= {way: found[way] | {1: both} for way in slow}
     return found
 
 
@@ -275,6 +278,7 @@ class Setup:
     Ks      to be measured; none: the best one of the prediction, and its neighbours
     tokens  most tokens of an answer
     each    how many prompts of every kind; None: all
+    beside  how many neighbours of the best K, on either side
     """
 
     number: str
@@ -284,16 +288,17 @@ class Setup:
     Ks: Sequence[int] = ()
     tokens: int = 48
     each: int | None = None
+    beside: int = 1
 
     @property
     def weights(self) -> str:
         return self.way.split()[0]
 
-    def settle(self, predictions: dict[int, Prediction], quick: bool):
+    def settle(self, predictions: dict[int, Prediction]):
         if not self.Ks:
             best = best_K({K: p.speedup for K, p in predictions.items()})
-            near = (best,) if quick else range(best - 1, best + 2)
             longest = min(MOST_K, self.tokens // 2 - 1)  # else the answer would be two rounds
+            near = range(best - self.beside, best + self.beside + 1)
             self.Ks = sorted({min(max(K, 1), longest) for K in near})
 
 
@@ -307,17 +312,17 @@ def default_setups(drafts: dict, ways, quick: bool, full: bool) -> list[Setup]:
     if quick:
         Ks, chain_Ks, tokens, few = (8,), (2, 4), 40, 16
     trained, chain = drafts.get("trained", drafts["ngram"]), drafts.get("chain")
-    slow = dict(group=chat, tokens=few, each=None if full else 2)
+    slow = dict(group=chat, tokens=few, each=None if full else 2, beside=0 if quick else 1)
     setups = [
         Setup("1", "float32", drafts.get("trained"), chat, Ks, tokens),
         Setup("1+2", "float32", chain, chat, chain_Ks, tokens),
-        Setup("2", "float32", drafts["ngram"], chat, Ks, tokens),
+        Setup("2", "float32", drafts["ngram"], chat, chain_Ks, tokens),
         Setup("2", "float32", drafts["ngram"], copy, Ks, tokens),
         Setup("1+2", "float32", chain if full else None, copy, chain_Ks, tokens),
         Setup("3", "float32", drafts.get("int4"), **slow),
         Setup("4", "int4 serial", trained, **slow),
         Setup("5", "int4 batched", trained, **slow),
-        Setup("C", "float32 plain", trained, **slow),
+        Setup("C", "float32 plain", trained, chat, tokens=tokens, beside=0),
     ]
     in_short = ("1+2", chat), ("2", copy), ("4", chat), ("5", chat)
     return [
@@ -339,10 +344,15 @@ class Known(NamedTuple):
 
 def known_continuation(target, prompt, stop, most_tokens: int, draft=None) -> Known:
     """What the target answers at temperature 0; a draft only makes it faster."""
-    more = run(target, prompt, draft, max_new_tokens=most_tokens, stop=stop).tokens
-    cache = target.new_cache(len(prompt) + len(more))
-    target([*prompt, *more], cache, rows=1)
-    return Known(prompt, more, cache.states)
+    caches = []
+
+    class Kept(minispec.Stopwatch):
+        def new_cache(self, capacity):
+            caches.append(self.inner.new_cache(capacity))
+            return caches[-1]
+
+    more = run(Kept(target), prompt, draft, max_new_tokens=most_tokens, stop=stop).tokens
+    return Known(prompt, more, caches[0].states)
 
 
 class Replay:
@@ -438,8 +448,14 @@ class HostTimes(NamedTuple):
     plain: float  # of the same, a token of plain decoding
 
 
-def host_times(target, known: Sequence[Known], draft, one_row: float) -> HostTimes:
-    """From replays at two K; a round's time is a straight line through them."""
+def host_times(target, known: Sequence[Known], draft) -> HostTimes:
+    """From replays at two K; a round's time is a straight line through them.
+
+    The one-row pass is timed before and after, so that both sides of a ratio are of one moment.
+    """
+
+    def unit():
+        return pass_seconds([target], (1,), context=64, repeats=4)[0][1]
 
     def replay(K):
         answers = [
@@ -447,18 +463,21 @@ def host_times(target, known: Sequence[Known], draft, one_row: float) -> HostTim
             for k in known
         ]
         rounds = [r for a in answers for r in a.rounds[1:]]
-        drafting = sum(a.draft - a.first_draft for a in answers) / one_row
-        rest = sum(split(a, one_row)[2] * (len(a.rounds) - 1) for a in answers)
-        return drafting / max(1, sum(len(r.proposals) for r in rounds)), rest / len(rounds)
+        drafting = sum(a.draft - a.first_draft for a in answers)
+        rest = sum(split(a, 1.0)[2] * (len(a.rounds) - 1) for a in answers)
+        proposals = max(1, sum(len(r.proposals) for r in rounds))
+        return np.array([drafting / proposals, rest / len(rounds)])
 
-    low, high = 1, 6
-    (c_low, rest_low), (c_high, rest_high), (_, plain) = replay(low), replay(high), replay(0)
+    low, high, before = 1, 6, unit()
+    seconds = replay(low), replay(high), replay(0)
+    one_row = statistics.fmean([before, unit()])
+    (c_low, rest_low), (c_high, rest_high), (_, plain) = (s / one_row for s in seconds)
     c, rest = {}, {}
     for K in range(1, MOST_K + 1):
         share = (K - low) / (high - low)
-        c[K] = ((1 - share) * low * c_low + share * high * c_high) / K
-        rest[K] = (1 - share) * rest_low + share * rest_high
-    return HostTimes(c, rest, plain)
+        c[K] = float((1 - share) * low * c_low + share * high * c_high) / K
+        rest[K] = float((1 - share) * rest_low + share * rest_high)
+    return HostTimes(c, rest, float(plain))
 
 
 @dataclass
@@ -625,37 +644,43 @@ def configuration(setup: Setup, results: Sequence[dict], predictions: dict, v: d
 
 
 def verdict(row: dict, quick: float = 1.0) -> str:
-    """What decided, in a sentence: that of three which, were it perfect, would gain the most.
+    """What decided, in a sentence.
 
+    A loss is the draft's or the verification's if it would be none without what that one costs too
+    much; of two such the one that costs more. Everything else is acceptance.
     quick: the v(K+1) that a parallel verification would have.
     """
     if row["measured"] is None:
         return "no speedup: plain and speculative outputs differ in length"
-    K, E, (draft, pass_, rest) = row["K"], row["tokens_per_round"], row["split"].values()
-    k = row["rows_per_round"] - 1
-    without = {
-        "draft": E / (pass_ + rest), "verification": E / (draft + min(pass_, quick) + rest),
-        "acceptance": (k + 1) / (draft + pass_ + rest),
-    }  # fmt: skip
-    cause = max(without, key=without.__getitem__)
-    first, last = (f"{100 * row['acceptance'][i]:.0f} %" for i in (0, K - 1))
-    v = {1: 1.0, K + 1: pass_}
-    alpha = break_even_alpha(K, draft / K, v, rest)
-    why = {
-        "draft": f"the draft is not fast enough, c = {draft / max(k, 1e-9):.2f} (break-even "
-        f"{max(0.0, (E - pass_ - rest) / max(k, 1e-9)):.2f}); a free one would give "
-        f"{without['draft']:.2f}x, perfect acceptance {without['acceptance']:.2f}x",
-        "verification": f"verification is not parallel, v({K + 1}) = {pass_:.2f}; at {quick:.2f} "
-        f"it would be {without['verification']:.2f}x",
-        "acceptance": f"acceptance decides, {first} of first proposals"
-        + (f", {last} up to number {K}" if K > 1 else "")
-        + ("" if alpha is None else f" (break-even alpha {100 * alpha:.0f} %)"),
-    }[cause]  # fmt: skip
-    if cause == "acceptance" and k < 0.8 * K:
-        why = f"proposals are rare, {k:.1f} a round, and {first} of first ones are accepted"
+    K, E, k = row["K"], row["tokens_per_round"], row["rows_per_round"] - 1
+    draft, verification, rest = row["split"].values()
+    free = E / (verification + rest)
+    parallel = E / (draft + min(verification, quick) + rest)
+    spoilt = {name: gain for name, gain in (("draft", free), ("verification", parallel))
+              if gain >= 1 > row["measured"]}  # fmt: skip
+    cause = max(spoilt, key=spoilt.__getitem__, default="acceptance")
+    if cause == "draft":
+        why = (
+            f"the draft is not fast enough, c = {draft / k:.2f} (break-even "
+            f"{max(0.0, E - verification - rest) / k:.2f}); a free one would give {free:.2f}x, "
+            f"perfect acceptance {(k + 1) / (draft + verification + rest):.2f}x"
+        )
+    elif cause == "verification":
+        why = (
+            f"verification is not parallel, v({K + 1}) = {verification:.2f}; at {quick:.2f} it "
+            f"would be {parallel:.2f}x"
+        )
+    elif k < 0.8 * K:
+        why = f"proposals are few, {k:.1f} a round"
+    else:
+        first, last = (f"{100 * row['acceptance'][i]:.0f} %" for i in (0, K - 1))
+        why = f"acceptance decides, {first} at the first" + (K > 1) * f", {last} up to number {K}"
+        alpha = break_even_alpha(K, draft / K, {K + 1: verification}, rest)
+        why += "" if alpha is None else f" (break-even alpha {100 * alpha:.0f} %)"
     return (
-        f"{row['measured']:.2f}x at K={K}: {E:.2f} tokens a round for {draft + pass_ + rest:.2f} "
-        f"plain steps (draft {draft:.2f}, verification {pass_:.2f}, rest {rest:.2f}); {why}"
+        f"{row['measured']:.2f}x at K={K}: {E:.2f} tokens a round for "
+        f"{draft + verification + rest:.2f} plain steps (draft {draft:.2f}, verification "
+        f"{verification:.2f}, rest {rest:.2f}); {why}"
     )
 
 
@@ -1030,7 +1055,7 @@ class Calibration:
         key = *key, tokens
         if key not in self.hosts:
             two = [k._replace(more=k.more[:tokens]) for k in (texts[:1] + texts[-1:])[: len(texts)]]
-            self.hosts[key] = host_times(self.models[setup.way], two, setup.draft, unit)
+            self.hosts[key] = host_times(self.models[setup.way], two, setup.draft)
         v = {T: s / unit for T, s in passes[setup.way].items()}
         rehearsals = [r[: tokens - 1] for r in self.rehearsals[key[:3]]]
         Ks = range(1, MOST_K + 1)
@@ -1122,7 +1147,7 @@ def bench(args: argparse.Namespace):
         with progress("predicting", len(setups)) as bar:
             for i, setup in enumerate(setups):
                 predictions[i] = known.predict(setup, passes)
-                setup.settle(predictions[i], args.quick)
+                setup.settle(predictions[i])
                 bar.update(1)
 
     sessions: dict[tuple, list[int]] = {}  # setups with the same plain decoding beside them
