@@ -69,17 +69,18 @@ MOST_K = 8  # proposals a round, at most
 # Everything is in units of the target's one-row pass, so plain decoding takes 1 a token.
 
 
-def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Tokens a round: 1 + the sum of acceptance, where [i-1] = P(at least i are accepted).
+def expected_tokens(survival: Sequence[float]) -> float:
+    """Tokens a round: 1 + the sum of survival, where [i-1] = P(at least i are accepted).
 
     >>> round(expected_tokens([0.7, 0.5, 0.4]), 2)
     2.6
     """
-    return 1 + sum(acceptance)
+    return 1 + sum(survival)
 
 
 def expected_tokens_iid(alpha: float, K: int) -> float:
-    """The same if every proposal is accepted with probability alpha, whatever came before.
+    """The same if every proposal is accepted with probability alpha, whatever came before. They
+    are not independent, so this is shown beside what was counted, not used.
 
     (1 - alpha^(K+1)) / (1 - alpha). (Leviathan et al. 2023, Eq. (1).)
 
@@ -495,7 +496,7 @@ def predict(rehearsals: Sequence[Sequence], K: int, v, times: HostTimes) -> Pred
     """The cost model on the rounds that the calibration texts would take at K."""
     c, overhead = times.c[K], times.overhead[K]
     each = [rounds_at(K, rehearsal) for rehearsal in rehearsals]
-    tokens = [1 + statistics.fmean(n for _, n in rounds) for rounds in each]
+    tokens = [expected_tokens(survival(rounds, K)) for rounds in each]
     costs = [statistics.fmean(round_cost(k, c, v, overhead) for k, _ in rounds) for rounds in each]
     gains = [speedup(t, cost, v[1] + times.plain) for t, cost in zip(tokens, costs)]
     shares = acceptance([pair for rounds in each for pair in rounds], K)
@@ -504,17 +505,23 @@ def predict(rehearsals: Sequence[Sequence], K: int, v, times: HostTimes) -> Pred
     )  # fmt: skip
 
 
-def acceptance(rounds: Sequence[tuple[int, int]], K: int) -> list[float]:
-    """[i-1]: of the rounds with >= i proposals, the share in which >= i were accepted.
+def survival(rounds: Sequence[tuple[int, int]], K: int) -> list[float]:
+    """[i-1]: the share of the rounds, (proposals, accepted) each, with at least i accepted.
 
-    >>> acceptance([(2, 2), (2, 0), (1, 1)], K=2)
+    >>> survival([(2, 2), (2, 0), (1, 1), (0, 0)], K=2)
+    [0.5, 0.25]
+    """
+    return [statistics.fmean(n >= i for _, n in rounds) for i in range(1, K + 1)]
+
+
+def acceptance(rounds: Sequence[tuple[int, int]], K: int) -> list[float]:
+    """[i-1]: the same of those rounds only that have at least i proposals; 0 if none has.
+
+    >>> acceptance([(2, 2), (2, 0), (1, 1), (0, 0)], K=2)
     [0.6666666666666666, 0.5]
     """
-    shares = []
-    for i in range(1, K + 1):
-        reached = [n >= i for k, n in rounds if k >= i]
-        shares.append(sum(reached) / len(reached) if reached else 0.0)
-    return shares
+    reached = ([pair for pair in rounds if pair[0] >= i] for i in range(1, K + 1))
+    return [survival(some, i)[-1] if some else 0.0 for i, some in enumerate(reached, 1)]
 
 
 # ---------------------------------------------------------------- measurement
@@ -609,14 +616,15 @@ def at_K(results: Sequence[dict], number: str, K: int, prediction: Prediction | 
     answers = [r[number, K] for r in results]
     rounds = [[(len(r.proposals), r.accepted) for r in a.rounds[1:]] for a in answers]
     gains = [gain(r, (number, K)) for r in results]
-    alike = None not in gains
     parts = zip(*(split(a, 1 / plain_rate(r)) for a, r in zip(answers, results)))
-    mean = lambda i: statistics.median(statistics.fmean(p[i] for p in r) for r in rounds if r)  # noqa: E731
+    shares = acceptance([pair for some in rounds for pair in some], K)
+    proposals = statistics.median(statistics.fmean(k for k, _ in some) for some in rounds)
     return row | dict(
-        acceptance=acceptance([pair for r in rounds for pair in r], K),
-        tokens_per_round=1 + mean(1), rows_per_round=1 + mean(0),
-        measured=statistics.median(gains) if alike else None,
-        by_prompt=gains, tokens_per_second=statistics.median(map(decoding_rate, answers)),
+        acceptance=shares, rows_per_round=1 + proposals,
+        tokens_per_round=statistics.median(expected_tokens(survival(r, K)) for r in rounds),
+        tokens_iid=expected_tokens_iid(shares[0], K) if proposals > 0.8 * K else None,
+        measured=None if None in gains else statistics.median(gains), by_prompt=gains,
+        tokens_per_second=statistics.median(map(decoding_rate, answers)),
         split=dict(zip(("draft", "verification", "rest"), map(statistics.median, parts))),
         identical=sum(a.tokens == r["plain"][0].tokens for a, r in zip(answers, results)),
     )  # fmt: skip
@@ -660,10 +668,11 @@ def verdict(row: dict, quick: float = 1.0) -> str:
               if gain >= 1 > row["measured"]}  # fmt: skip
     cause = max(spoilt, key=spoilt.__getitem__, default="acceptance")
     if cause == "draft":
+        even = break_even_c(E, K, {K + 1: verification}, rest)
+        perfect = (k + 1) / (draft + verification + rest)
         why = (
-            f"the draft is not fast enough, c = {draft / k:.2f} (break-even "
-            f"{max(0.0, E - verification - rest) / k:.2f}); a free one would give {free:.2f}x, "
-            f"perfect acceptance {(k + 1) / (draft + verification + rest):.2f}x"
+            f"the draft is not fast enough, c = {draft / K:.2f} (break-even {even:.2f}); a free "
+            f"one would give {free:.2f}x, perfect acceptance {perfect:.2f}x"
         )
     elif cause == "verification":
         why = (
@@ -751,7 +760,7 @@ def timed_prefill(target, length: int = 512) -> float:
 
 # ---------------------------------------------------------------- tables
 
-HEADER = " K tokens/round rows/round v(K+1)     c overhead predicted measured  % accepted at 1..K"
+HEADER = " K tokens Eq.(1)  rows v(K+1)     c overhead predicted measured  % accepted at 1..K"
 SUMMARY = " {:3} {:19.19} {:13.13} {:13} {:>2} {:>5} {:>5} {:>4} {:>5} {:>5} {:>3} {:>5} {:>5}"
 COLUMNS = (
     "", "draft", "verification", "prompts", "K", "E", "v", "c", "pred.", "meas.", "+-%", "tok/s",
@@ -775,7 +784,8 @@ def show(table: dict):
             continue
         shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance"])
         print(
-            f"{row['K']:2} {row['tokens_per_round']:12.2f} {row['rows_per_round']:10.2f} "
+            f"{row['K']:2} {row['tokens_per_round']:6.2f} {figure(row['tokens_iid'], '6.2f')} "
+            f"{row['rows_per_round']:5.2f} "
             f"{figure(row['v'], '6.2f')} {figure(row['c'], '5.3f')} "
             f"{figure(row['overhead'], '8.3f')} {times(row['predicted'], '-'):>9} "
             f"{times(row['measured'], 'differ'):>8}  {shares}"
@@ -867,7 +877,7 @@ def read_report(path: Path) -> dict:
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; markers and dashes say it again.
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"
-MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
+MARKERS, DASHES = "osD^vPXh", ("-", "--", "-.", ":")
 
 
 def require_matplotlib():
@@ -903,7 +913,7 @@ def plot(report: dict, file: str):
     )  # fmt: skip
     written = Path(file).with_name(f".{Path(file).stem}.{os.getpid()}{Path(file).suffix}")
     try:
-        figure.savefig(written, dpi=140)
+        figure.savefig(written, dpi=110)
         os.replace(written, file)
     finally:
         written.unlink(missing_ok=True)
@@ -917,7 +927,7 @@ def plot_speedups(ax, tables):
         style = t["style"]
         ax.plot(*zip(*predicted or [(1, math.nan)]), **style | {"marker": ""}, linewidth=1.2)
         ax.plot(*zip(*measured or [(1, math.nan)]), **style | {"linestyle": ""}, label=t["label"],
-                markersize=7, markeredgecolor="white")  # fmt: skip
+                markersize=9, markeredgecolor="white")  # fmt: skip
     ax.axhline(1, color="black", linewidth=1)
     ax.set_yscale("log", base=2)
     ticks = [0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -939,7 +949,7 @@ def plot_acceptance(ax, tables):
         ax.plot(range(1, len(shares) + 1), shares, **t["style"], markeredgecolor="white")
     ax.set(
         title="Acceptance at the largest measured K", xlabel="i, position of the proposal",
-        ylabel="rounds with at least i accepted, %", ylim=(0, 100),
+        ylabel="rounds with at least i accepted, %", ylim=(0, 104),
     )  # fmt: skip
     ax.grid(alpha=0.3)
 
@@ -968,9 +978,10 @@ def plot_rounds(ax, tables):
             left += width
         ax.plot(row["tokens_per_round"], y, marker="D", color="black", linestyle="",
                 label="tokens a round: right of the bar = faster" if y == 0 else None)  # fmt: skip
-    names = [f"{t['label'].split(',')[0].split(':')[0]}, K={t['best_k']}" for t in tables]
+    copy = {"copy-heavy": " copy-heavy"}
+    names = [f"{t['number']}{copy.get(t['name'], '')}, K={t['best_k']}" for t in tables]
     ax.set_yticks(range(len(tables)), names)
-    ax.set_ylim(len(tables) + 0.6, -0.6)  # from the top down, with room for the legend
+    ax.set_ylim(len(tables) + 1.2, -0.6)  # from the top down, with room for the legend
     ax.set(
         title="Where the time of a round goes, at the best K",
         xlabel="plain steps of the same target (bar), tokens (diamond)",

@@ -128,6 +128,8 @@ def assert_one_line(result, *words):
     (["--draft", "nothing-of-the-kind"], "nothing-of-the-kind"),
     (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
     (["--verify", "magic"], "--verify"),
+    (["--quantize", "int3"], "--quantize"),
+    (["--quantize", "int4", "--draft", "int4"], "packed into int4"),
     (["--no-such-option"], "--no-such-option"),
 ])  # fmt: skip
 def test_a_wrong_option_is_one_line(say, tmp_path, monkeypatch, options, word):
@@ -279,7 +281,16 @@ def test_every_draft_gives_plain_decodings_text_at_temperature_0(say, target):
     plain = minispec.autoregressive(m, ids, max_new_tokens=12, stop=tokenizer.stop)
     text = tokenizer.decode(list(plain)) + "\n"
     assert say("--draft", "none")[1] == say("--draft", "ngram")[1] == text
-    assert say("--draft", str(target))[1] == text
+    assert say("--draft", str(target))[1] == say("--draft", "int4")[1] == text
+
+
+def test_a_target_of_four_bits_gives_its_own_plain_decodings_text(say, target, tmp_path):
+    m, tokenizer = model.quantize(model.load(target)), model.Tokenizer(target)
+    ids = tokenizer.chat("hello hello hello")
+    plain = minispec.autoregressive(m, ids, max_new_tokens=12, stop=tokenizer.stop)
+    line = "--quantize", "int4", "--draft", str(target), "--json", str(tmp_path / "a.json")
+    assert say(*line)[1] == tokenizer.decode(list(plain)) + "\n"
+    assert "int4" in json.loads((tmp_path / "a.json").read_text())["backend"]
 
 
 def test_a_seed_repeats_a_run(say):
