@@ -129,7 +129,7 @@ def assert_one_line(result, *words):
     (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
     (["--verify", "magic"], "--verify"),
     (["--quantize", "int3"], "--quantize"),
-    (["--quantize", "int4", "--draft", "int4"], "packed into int4"),
+    (["--quantize", "int4", "--draft", "int4"], "go into int4"),
     (["--no-such-option"], "--no-such-option"),
 ])  # fmt: skip
 def test_a_wrong_option_is_one_line(say, tmp_path, monkeypatch, options, word):
