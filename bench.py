@@ -35,7 +35,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -269,6 +269,28 @@ def timed_pass(target, tokens, cache, rows: int) -> float:
 # ---------------------------------------------------------------- what is compared
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: "each" is a number of prompts of every kind, None is all of them."""
+
+    Ks: Sequence[int]  # for the trained draft, and for prompt lookup where text is copied
+    other_Ks: Sequence[int]  # for the rest; none: the best of the prediction, and `beside`
+    tokens: int  # most of an answer
+    each: int | None
+    few_tokens: int  # the same where passes are slow: in 4 bits
+    few_each: int | None
+    calibration: dict[str, int | None]  # weights -> each
+    beside: int  # neighbours of the best K, on either side
+
+
+EVERY_K = range(1, MOST_K + 1)
+SIZES = {
+    "quick": Size((8,), (2, 4), 40, 1, 16, 1, {"float32": 1, "int4": 1}, 0),
+    "default": Size((1, 2, 4, 6, 8), (), 48, None, 24, 2, {"float32": None, "int4": 3}, 1),
+    "full": Size(EVERY_K, EVERY_K, 128, None, 48, None, {"float32": None, "int4": None}, 1),
+}
+
+
 @dataclass
 class Setup:
     """One configuration: what drafts, what verifies, on which prompts, at which K.
@@ -276,60 +298,66 @@ class Setup:
     number  its name in the tables
     way     of verification: "float32" (the faster way of this machine), "float32 plain" (BLAS's
             own), "int4 batched", "int4 serial"
-    Ks      to be measured; none: the best one of the prediction, and its neighbours
-    tokens  most tokens of an answer
-    each    how many prompts of every kind; None: all
-    beside  how many neighbours of the best K, on either side
     """
 
     number: str
     way: str
     draft: minispec.Drafter
     group: str
-    Ks: Sequence[int] = ()
-    tokens: int = 48
-    each: int | None = None
-    beside: int = 1
+    Ks: Sequence[int]
+    tokens: int
+    each: int | None
+    predictions: dict[int, Prediction] = field(default_factory=dict)  # K -> what it should give
 
     @property
     def weights(self) -> str:
         return self.way.split()[0]
 
-    def settle(self, predictions: dict[int, Prediction]):
+    def settle(self, beside: int):
+        """Where no K is asked for: the best of the prediction, and its neighbours."""
         if not self.Ks:
-            best = best_K({K: p.speedup for K, p in predictions.items()})
+            best = best_K({K: p.speedup for K, p in self.predictions.items()})
             longest = min(MOST_K, self.tokens // 2 - 1)  # else the answer would be two rounds
-            near = range(best - self.beside, best + self.beside + 1)
+            near = range(best - beside, best + beside + 1)
             self.Ks = sorted({min(max(K, 1), longest) for K in near})
 
 
-def default_setups(drafts: dict, ways, quick: bool, full: bool) -> list[Setup]:
-    """The study's five configurations, the chain of both drafts, and plain BLAS as a control."""
+def five_configurations(drafts: dict, size: Size, quick: bool) -> list[Setup]:
+    """The study's, the chain of both drafts, and plain BLAS as a control; in short, four of them.
+
+    drafts: by "trained", "chain", "ngram", "int4". Prompt lookup stands in for a trained draft.
+    """
     chat, copy = GROUPS
-    Ks, chain_Ks, tokens, few = (1, 2, 4, 6, 8), (), 48, 24
-    if full:
-        Ks = chain_Ks = range(1, MOST_K + 1)
-        tokens, few = 128, 48
-    if quick:
-        Ks, chain_Ks, tokens, few = (8,), (2, 4), 40, 16
-    trained, chain = drafts.get("trained", drafts["ngram"]), drafts.get("chain")
-    slow = dict(group=chat, tokens=few, each=None if full else 2, beside=0 if quick else 1)
+    trained, chain = drafts.get("trained", drafts["ngram"]), drafts.get("chain", drafts["ngram"])
+    most, few = (size.tokens, size.each), (size.few_tokens, size.few_each)
     setups = [
-        Setup("1", "float32", drafts.get("trained"), chat, Ks, tokens),
-        Setup("1+2", "float32", chain, chat, chain_Ks, tokens),
-        Setup("2", "float32", drafts["ngram"], chat, chain_Ks, tokens),
-        Setup("2", "float32", drafts["ngram"], copy, Ks, tokens),
-        Setup("1+2", "float32", chain if full else None, copy, chain_Ks, tokens),
-        Setup("3", "float32", drafts.get("int4"), **slow),
-        Setup("4", "int4 serial", trained, **slow),
-        Setup("5", "int4 batched", trained, **slow),
-        Setup("C", "float32 plain", trained, chat, tokens=tokens, beside=0),
+        Setup("1", "float32", trained, chat, size.Ks, *most),
+        Setup("1+2", "float32", chain, chat, size.other_Ks, *most),
+        Setup("2", "float32", drafts["ngram"], chat, size.other_Ks, *most),
+        Setup("2", "float32", drafts["ngram"], copy, size.Ks, *most),
+        Setup("1+2", "float32", chain, copy, size.other_Ks, *most),
+        Setup("3", "float32", drafts["int4"], chat, (), *few),
+        Setup("4", "int4 serial", trained, chat, (), *few),
+        Setup("5", "int4 batched", trained, chat, (), *few),
+        Setup("C", "float32 plain", trained, chat, (4,), *most),
     ]
-    in_short = ("1+2", chat), ("2", copy), ("4", chat), ("5", chat)
+    in_short = {("1+2", chat), ("2", copy), ("4", chat), ("5", chat)}
+    skipped = {("1+2", copy)} if size is not SIZES["full"] else set()
+    if "trained" not in drafts:
+        skipped |= {(number, group) for number in ("1", "1+2") for group in GROUPS}
     return [
         s for s in setups
-        if s.draft and s.way in ways and (not quick or (s.number, s.group) in in_short)
+        if (s.number, s.group) not in skipped and (not quick or (s.number, s.group) in in_short)
     ]  # fmt: skip
+
+
+def sessions_of(setups: Sequence[Setup]) -> list[list[Setup]]:
+    """Those with the same plain decoding beside them, the same prompts and as long answers."""
+    sessions: dict[tuple, list[Setup]] = {}
+    for s in setups:
+        same = "int4" if s.weights == "int4" else s.way
+        sessions.setdefault((same, s.group, s.tokens, s.each), []).append(s)
+    return list(sessions.values())
 
 
 # ---------------------------------------------------------------- prediction
@@ -533,33 +561,55 @@ def decoding_rate(answer: minispec.Answer) -> float:
     return tokens / (answer.seconds - answer.first_round)
 
 
-def measure(setups: Sequence[Setup], models: dict, prompt, stop, plain: int, tick, **options):
-    """One prompt: plain decoding `plain` times, each setup at each of its K, in turn.
+PLAIN = 2  # times that each prompt is decoded plainly: at the beginning and at the end
+
+
+def measure(setups: Sequence[Setup], models: dict, prompt, tick, **options) -> dict:
+    """One prompt: plain decoding and each setup at each of its K, in turn.
 
     Returns {"plain": [answers], (number, K): answer}. All setups have the same weights; plain
-    decoding goes the way of the last one.
+    decoding goes the way of the last one. tick(setup, K) is called after each run, K = 0 for plain.
     """
-    results: dict = {"plain": []}
 
-    def answer(way, draft, K):
+    def answer(setup, K):
         options["randomness"] = minispec.Randomness(seed=0)
-        result = run(models[way], prompt, draft, K, stop=stop, **options)
+        result = run(models[setup.way], prompt, setup.draft if K else None, K, **options)
         if result.ended == "interrupted":
             raise KeyboardInterrupt
+        tick(setup, K)
         return result
 
-    runs = sorted((K, i) for i, s in enumerate(setups) for K in s.Ks)
-    pauses = {round(i * len(runs) / max(1, plain - 1)) for i in range(plain)}
-    for done in range(len(runs) + 1):
-        if done in pauses:
-            results["plain"].append(answer(setups[-1].way, None, 0))
-            tick("plain", 0)
-        if done < len(runs):
-            K, i = runs[done]
-            results[setups[i].number, K] = answer(setups[i].way, setups[i].draft, K)
-            tick(setups[i].number, K)
-    check_length(results["plain"][0].tokens, [K for K, _ in runs])
+    results: dict = {"plain": [answer(setups[-1], 0)]}
+    Ks = sorted({K for s in setups for K in s.Ks})
+    check_length(results["plain"][0].tokens, Ks)
+    for K, s in itertools.product(Ks, setups):
+        if K in s.Ks:
+            results[s.number, K] = answer(s, K)
+    results["plain"] += [answer(setups[-1], 0) for _ in range(PLAIN - 1)]
     return results
+
+
+def measure_all(setups, models, prompts: dict, passes: dict, **options) -> list[list[dict]]:
+    """For each setup the results of all its prompts, {kind: [prompt]}; with the time left."""
+
+    def seconds(s: Setup, K: int) -> float:
+        expected = s.predictions[K].speedup if K in s.predictions else 1.0
+        return s.tokens * passes[s.way][1] / expected
+
+    todo = [(some, by_group(prompts, some[0].each)[some[0].group]) for some in sessions_of(setups)]
+    total = sum(
+        len(chosen)
+        * (PLAIN * seconds(some[-1], 0) + sum(seconds(s, K) for s in some for K in s.Ks))
+        for some, chosen in todo
+    )
+    results = {}
+    with progress("measuring", 1.001 * total) as bar:  # a sum in another order may exceed it
+        for some, chosen in todo:
+            options["max_new_tokens"] = some[0].tokens
+            tick = lambda s, K: bar.update(seconds(s, K))  # noqa: E731
+            found = [measure(some, models, prompt, tick, **options) for prompt in chosen]
+            results |= {id(s): found for s in some}
+    return [results[id(s)] for s in setups]
 
 
 def check_length(tokens, Ks):
@@ -630,9 +680,9 @@ def at_K(results: Sequence[dict], number: str, K: int, prediction: Prediction | 
     )  # fmt: skip
 
 
-def configuration(setup: Setup, results: Sequence[dict], predictions: dict, v: dict) -> dict:
+def configuration(setup: Setup, results: Sequence[dict], v: dict) -> dict:
     """One table: what was predicted for every K, what was measured, and which K is the best."""
-    ratios = v[setup.way]
+    ratios, predictions = v[setup.way], setup.predictions
     every = sorted({*predictions, *setup.Ks})
     by_k = [at_K(results, setup.number, K, predictions.get(K), ratios) for K in every]
     best = max(by_k, key=lambda row: row["measured"] or 0.0)
@@ -1101,103 +1151,60 @@ def load_models(args: argparse.Namespace, target, wanted: set[str]) -> dict[str,
     return models
 
 
-def plan(args: argparse.Namespace, target, tokenizer, draft) -> list[Setup]:
+def plan(args: argparse.Namespace, size: Size, target, tokenizer, draft) -> list[Setup]:
     """What is measured, with these options."""
-    Ks = (1, 2, 4, 6, 8)
-    if args.full or args.quick:
-        Ks = range(1, MOST_K + 1) if args.full else (2, 4)
-    tokens = 128 if args.full else 40 if args.quick else 48
-    if args.draft or args.quantize:
-        if args.quantize:
-            ways, tokens = ("int4 serial", "int4 batched"), 24
-        else:
-            ways = ("float32",)
-        return [
-            Setup("P", way, draft, group, Ks if way == "float32" else (), tokens)
-            for group, way in itertools.product(GROUPS, ways)
-        ]
+    Ks, rest = size.other_Ks or size.Ks, (size.tokens, size.each)
+    if args.quantize:
+        ways = "int4 serial", "int4 batched"
+        few = (), size.few_tokens, size.few_each
+        return [Setup("P", way, draft, group, *few) for group in GROUPS for way in ways]
+    if args.draft:
+        return [Setup("P", "float32", draft, group, Ks, *rest) for group in GROUPS]
     drafts = {"ngram": minispec.PromptLookup()}
     if isinstance(draft, minispec.Chain):
         drafts |= {"trained": draft.drafters[-1], "chain": draft}
-    if args.temperature:
-        chosen = [drafts[name] for name in ("trained", "chain", "ngram") if name in drafts]
+    if args.temperature or target.backend.xp is not np:
+        names = {"trained": "1", "chain": "1+2", "ngram": "2"}
         return [
-            Setup(number, "float32", d, group, Ks, tokens)
-            for group in GROUPS for number, d in zip(("1", "1+2", "2")[-len(chosen):], chosen)
+            Setup(names[name], "float32", drafts[name], group, Ks, *rest)
+            for group in GROUPS for name in names if name in drafts
         ]  # fmt: skip
-    ways = {"float32"}
-    if target.backend.xp is np:
-        ways |= {"float32 plain", "int4 batched", "int4 serial"}
-        drafts["int4"] = minispec.load_drafter("int4", target, tokenizer)
-    return default_setups(drafts, ways, args.quick, args.full)
+    drafts["int4"] = minispec.load_drafter("int4", target, tokenizer)
+    return five_configurations(drafts, size, args.quick)
 
 
 def bench(args: argparse.Namespace):
     check_arguments(args)
+    size = SIZES["quick" if args.quick else "full" if args.full else "default"]
     prompts = read_prompts(args.prompts)
     target, tokenizer, draft = minispec.load_pair(args.target, args.draft, backend=args.backend)
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
            for part, kinds in prompts.items()}  # fmt: skip
     first_answer(target, tokenizer, draft)
 
-    setups = plan(args, target, tokenizer, draft)
+    setups = plan(args, size, target, tokenizer, draft)
     models = load_models(args, target, {s.way for s in setups})
     setups = [s for s in setups if s.way in models]
     rates = bandwidth(target)
     passes = all_passes(models, args.quick)
     show_machine(rates, passes)
-    v = {way: {T: s / own_unit(passes, way) for T, s in t.items()} for way, t in passes.items()}
 
     # At temperature 0 the answers end where they end; above, all have the same number of tokens.
     stop = () if args.temperature else tokenizer.stop
-    predictions = [{} for _ in setups]
     if args.temperature == 0:  # a plain run is known beforehand at temperature 0 only
-        each = {"float32": 1, "int4": 1} if args.quick else {"float32": None, "int4": 3}
-        calibration = {weights: by_group(ids["calibration"], n) for weights, n in each.items()}
+        calibration = {w: by_group(ids["calibration"], n) for w, n in size.calibration.items()}
         known = Calibration(models, calibration, stop, setups)
         with progress("predicting", len(setups)) as bar:
-            for i, setup in enumerate(setups):
-                predictions[i] = known.predict(setup, passes)
-                setup.settle(predictions[i])
+            for setup in setups:
+                setup.predictions = known.predict(setup, passes)
+                setup.settle(size.beside)
                 bar.update(1)
 
-    sessions: dict[tuple, list[int]] = {}  # setups with the same plain decoding beside them
-    for i, s in enumerate(setups):
-        same = "int4" if s.weights == "int4" else s.way
-        each = 1 if args.quick else s.each
-        sessions.setdefault((same, s.group, s.tokens, each), []).append(i)
-    chosen = {key: by_group(ids["measured"], key[3])[key[1]] for key in sessions}
-    results = measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop)
-    tables = [configuration(s, results[i], predictions[i], v) for i, s in enumerate(setups)]
+    options = dict(stop=stop, temperature=args.temperature)
+    results = measure_all(setups, models, ids["measured"], passes, **options)
+    v = {way: {T: s / own_unit(passes, way) for T, s in t.items()} for way, t in passes.items()}
+    tables = [configuration(s, found, v) for s, found in zip(setups, results)]
     report(args, rates, passes, tables, v, target)
-
-
-def measure_sessions(args, sessions, setups, models, passes, predictions, chosen, stop) -> dict:
-    """{index of setup: results of its prompts}."""
-    plain, results = 2, {}
-
-    def seconds(i, K):  # what a run should take, for the time left
-        s = setups[i]
-        expected = predictions[i][K].speedup if K and K in predictions[i] else 1.0
-        return s.tokens * passes[s.way][1] / expected
-
-    total = 0.0
-    for key, of in sessions.items():
-        runs = [(i, K) for i in of for K in setups[i].Ks] + [(of[-1], 0)] * plain
-        total += len(chosen[key]) * sum(itertools.starmap(seconds, runs))
-    with progress("measuring", 1.001 * total) as bar:  # a sum in another order may exceed it
-        for key, of in sessions.items():
-            names = {setups[i].number: i for i in of}
-            tick = lambda number, K: bar.update(seconds(names.get(number, of[-1]), K))  # noqa: B023, E731
-            found = [
-                measure(
-                    [setups[i] for i in of], models, prompt, stop, plain, tick,
-                    max_new_tokens=key[2], temperature=args.temperature,
-                )
-                for prompt in chosen[key]
-            ]  # fmt: skip
-            results |= dict.fromkeys(of, found)
-    return results
 
 
 def progress(name: str, total: float):

@@ -209,14 +209,13 @@ def test_acceptance_counts_by_position():
 
 def setup(draft=None, Ks=(1,), way="float32", number="1", tokens=8):
     drafter = draft or minispec.PromptLookup()
-    return bench.Setup(number, way, drafter, "chat and code", Ks, tokens)
+    return bench.Setup(number, way, drafter, "chat and code", Ks, tokens, None)
 
 
 def test_no_speedup_where_the_outputs_differ_in_length():
     plain, longer = generation(3.0, *[answered(0, 0)] * 3), generation(4.0, *[answered(0, 0)] * 4)
     results = [{"plain": [plain], ("1", 1): longer}]
-    predictions = {1: bench.Prediction(1.0, 0.0, 0.0, 1.0, [0.0])}
-    table = bench.configuration(setup(), results, predictions, {"float32": {1: 1.0, 2: 1.5}})
+    table = bench.configuration(setup(), results, {"float32": {1: 1.0, 2: 1.5}})
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
 
@@ -262,13 +261,16 @@ def test_plain_decoding_frames_the_runs_and_every_setup_has_its_way(target):
 
     order, ticks = [], []
     models = {way: Named(way) for way in ("int4 serial", "int4 batched")}
-    pair = [setup(Ks=(1,), way="int4 serial", number="4"), setup(way="int4 batched", number="5")]
-    tick = lambda number, K: ticks.append((number, K))  # noqa: E731
-    results = bench.measure(pair, models, PROMPT, (), 3, tick, max_new_tokens=8)
-    assert ticks == [("plain", 0), ("4", 1), ("plain", 0), ("5", 1), ("plain", 0)]
+    pair = [
+        setup(Ks=(1, 2), way="int4 serial", number="4"),
+        setup(Ks=(2,), way="int4 batched", number="5"),
+    ]
+    tick = lambda s, K: ticks.append((s.number, K))  # noqa: E731
+    results = bench.measure(pair, models, PROMPT, tick, max_new_tokens=8)
+    assert ticks == [("5", 0), ("4", 1), ("4", 2), ("5", 2), ("5", 0)]
     changes = [way for i, way in enumerate(order) if i == 0 or way != order[i - 1]]
     assert changes == ["int4 batched", "int4 serial", "int4 batched"]
-    assert set(results) == {"plain", ("4", 1), ("5", 1)} and len(results["plain"]) == 3
+    assert set(results) == {"plain", ("4", 1), ("4", 2), ("5", 2)} and len(results["plain"]) == 2
     assert all(a.tokens == results["plain"][0].tokens for a in results["plain"])
 
 
@@ -494,27 +496,34 @@ def test_what_is_measured_on_request(tiny, tmp_path, capsys, options, ways):
 
 def test_the_studys_five_configurations_and_what_is_beside_them():
     drafts = {name: object() for name in ("trained", "chain", "ngram", "int4")}
-    ways = {"float32", "float32 plain", "int4 batched", "int4 serial"}
-    setups = bench.default_setups(drafts, ways, quick=False, full=False)
+    setups = bench.five_configurations(drafts, bench.SIZES["default"], quick=False)
     facts = {(s.number, s.group): (s.way, s.draft) for s in setups}
     chat, copy = bench.GROUPS
     assert facts == {
         ("1", chat): ("float32", drafts["trained"]), ("1+2", chat): ("float32", drafts["chain"]),
         ("2", chat): ("float32", drafts["ngram"]), ("2", copy): ("float32", drafts["ngram"]),
-        ("3", chat): ("float32", drafts["int4"]),
-        ("4", chat): ("int4 serial", drafts["trained"]),
+        ("3", chat): ("float32", drafts["int4"]), ("4", chat): ("int4 serial", drafts["trained"]),
         ("5", chat): ("int4 batched", drafts["trained"]),
         ("C", chat): ("float32 plain", drafts["trained"]),
     }  # fmt: skip
-    every = bench.default_setups(drafts, ways, quick=False, full=True)
+    assert [s.number for session in bench.sessions_of(setups) for s in session] == [
+        "1", "1+2", "2", "2", "3", "4", "5", "C"
+    ]  # fmt: skip
+    assert list(map(len, bench.sessions_of(setups))) == [3, 1, 1, 2, 1]
+    every = bench.five_configurations(drafts, bench.SIZES["full"], quick=False)
     assert {(s.number, s.group) for s in every} == {*facts, ("1+2", copy)}
     assert all(list(s.Ks) == list(range(1, 9)) for s in every if s.number in ("1", "1+2", "2"))
+    del drafts["trained"], drafts["chain"]
+    without = bench.five_configurations(drafts, bench.SIZES["default"], quick=False)
+    assert [s.number for s in without] == ["2", "2", "3", "4", "5", "C"]
+    assert without[3].draft is drafts["ngram"]
 
 
 def test_the_best_K_and_its_neighbours_are_measured():
     def chosen(best, tokens=48, beside=1):
-        s = dataclasses.replace(setup(Ks=(), tokens=tokens), beside=beside)
-        s.settle({K: bench.Prediction(2.0 - abs(K - best), 0, 0, 0, []) for K in range(1, 9)})
+        s = setup(Ks=(), tokens=tokens)
+        s.predictions = {K: bench.Prediction(2.0 - abs(K - best), 0, 0, 0, []) for K in range(1, 9)}
+        s.settle(beside)
         return s.Ks
 
     assert (chosen(1), chosen(4), chosen(8)) == ([1, 2], [3, 4, 5], [7, 8])
