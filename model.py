@@ -154,7 +154,19 @@ def empty_tiles(shapes: list[tuple[int, ...]], dtype: np.dtype) -> list:
     return [Tiles(a, s[0]) if len(s) == 2 else a for a, s in zip(stacks, shapes)]
 
 
-SECOND_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
+class SecondThread:
+    """One thread beside the caller's: submit(function, *args) -> a future, as of an executor."""
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minispec")
+
+    def submit(self, *task):
+        return self.pool.submit(*task)
+
+
+SECOND_THREAD = SecondThread()
+if hasattr(os, "register_at_fork"):  # threads are not forked: without this, a child would wait
+    os.register_at_fork(after_in_child=SECOND_THREAD.__init__)
 OWN_SHARE = 0.56  # of a product on two threads; the second one starts late
 
 

@@ -44,6 +44,7 @@ FIXTURE_F = "test_sampling:test_F_has_law_p_and_acceptance_four_tenths"
 ONE_MODEL = "test_cache:test_cached_equals_recomputed_for_one_model"
 TWO_MODELS = "test_cache:test_each_way_and_no_later_token_for_two_models"
 DEFINITION = "test_draft:test_the_definition_for_one_pair"
+BLOCK_LAW = "test_exact:test_joint_law_of_a_few_by_block"
 PACKED = "test_quantize:check_groups_and_halves"
 SMALL_SAMPLE = "test_montecarlo:test_texts_of_a_small_sample"
 
@@ -68,13 +69,13 @@ MUTANTS = [
     ),
     Mutant(
         "residual by softmax",
-        "return r / total if total > 0 else p",
-        "return np.exp(r) / np.exp(r).sum() if total > 0 else p",
+        "return r / total if total > 0 else p / p.sum()",
+        "return np.exp(r) / np.exp(r).sum() if total > 0 else p / p.sum()",
         FIXTURE_F,
     ),
     Mutant(
         "residual without its fallback for p = q",
-        "return r / total if total > 0 else p",
+        "return r / total if total > 0 else p / p.sum()",
         "return r / total",
         "test_sampling:test_B04_no_residual_left",
     ),
@@ -604,6 +605,31 @@ MUTANTS = [
         "len(new))",
         "test_cache:test_no_pass_is_longer_than_a_piece_or_the_rows_asked_for",
         "model.py",
+    ),
+    # --- the other rules
+    Mutant(
+        "block: the first failed coin ends it",
+        "            n, weight = i, w\n",
+        "            n, weight = i, w\n        else:\n            break\n",
+        BLOCK_LAW,
+    ),
+    Mutant(
+        "block: the last weight, not that of the prefix",
+        "residual(weight * p[n], q[n])",
+        "residual(w * p[n], q[n])",
+        BLOCK_LAW,
+    ),
+    Mutant(
+        "block: weights may exceed 1",
+        "w = min(1.0, w * p[i - 1][x] / q[i - 1][x])",
+        "w = w * p[i - 1][x] / q[i - 1][x]",
+        BLOCK_LAW,
+    ),
+    Mutant(
+        "match: the proposal is emitted, not what was drawn",
+        "    return n, drawn",
+        "    return n, drawn if x is None else x",
+        "test_exact:test_joint_law_of_a_few_by_match",
     ),
     # --- 4-bit weights
     Mutant(

@@ -83,6 +83,32 @@ def test_joint_law_of_a_few():
         check(law_of(speculative(p, V, model_draft(q, V), K, N)), exact_law(p, PROMPT, N))
 
 
+def joint_law_of_a_few_by(rule):
+    for seed, (V, K, N) in itertools.product(range(4), SHAPES):
+        p, q = languages(seed, V)
+        law = law_of(speculative(p, V, model_draft(q, V), K, N, verify=rule))
+        check(law, exact_law(p, PROMPT, N))
+
+
+def test_joint_law_of_a_few_by_block():
+    # Quick: mutants.py asks it over and over.
+    joint_law_of_a_few_by(minispec.block_rule)
+
+
+def test_joint_law_of_a_few_by_match():
+    joint_law_of_a_few_by(minispec.match_rule)
+
+
+@every_rule
+@pytest.mark.parametrize("prompt", [(0, 1, 1, 0, 1), (1, 1, 1)])
+def test_every_rule_with_prompt_lookup_a_stop_token_and_filters(rule, prompt):
+    for seed, stop in itertools.product(range(4), [(), {0}]):
+        p, _ = languages(seed, 3)
+        options = dict(verify=minispec.RULES[rule], stop=stop, temperature=0.7, top_k=2, top_p=0.9)
+        text = speculative(p, 3, lookup_draft, 2, 3, prompt=prompt, **options)
+        check(law_of(text), exact_law(filtered_rows(p, 0.7, 2, 0.9), prompt, 3, stop))
+
+
 def test_plain_decoding():
     for seed, (V, K, N) in itertools.product(range(8), SHAPES):
         p, _ = languages(seed, V)
@@ -253,13 +279,13 @@ def expected_accepted(p, q, prefix, K, rounds):
     )
 
 
-def every_round(i, p, q, V, K):
+def every_round(i, p, q, V, K, rule=minispec.token_rule):
     """Yields (probability, round): each way the i-th round of a text without end can go."""
 
     def play(randomness):
         rounds = minispec.generate(
             Toy(p, V), PROMPT, minispec.ModelDraft(Toy(q, V)), K, max_new_tokens=60,
-            temperature=1.0, randomness=randomness,
+            temperature=1.0, randomness=randomness, verify=rule,
         )  # fmt: skip
         return next(itertools.islice(rounds, i - 1, None))
 
@@ -271,6 +297,40 @@ def test_one_proposal_is_accepted_with_probability_sum_min_p_q():
         p, q = languages(seed, V)
         accepted = sum(w * r.accepted for w, r in every_round(1, p, q, V, K=1))
         assert abs(accepted - np.minimum(p(PROMPT), q(PROMPT)).sum()) < 1e-12
+
+
+def accepted_by(rule, p, q, V, K):
+    """E[n] of the first round."""
+    return sum(w * r.accepted for w, r in every_round(1, p, q, V, K, minispec.RULES[rule]))
+
+
+def test_block_on_the_toy_of_its_paper():
+    p, q = same_rows([1 / 3, 2 / 3]), same_rows([2 / 3, 1 / 3])
+    assert abs(accepted_by("token", p, q, 2, 2) - 10 / 9) < 1e-12
+    assert abs(accepted_by("block", p, q, 2, 2) - 11 / 9) < 1e-12
+
+
+@pytest.mark.parametrize("V, K", [(2, 2), (2, 3), (3, 2), (4, 2), (3, 1)])
+def test_block_never_accepts_fewer_on_average_and_match_never_more(V, K):
+    gained = 0
+    for seed in SEEDS:
+        p, q = languages(seed, V)
+        token, block, match = (
+            accepted_by(rule, p, q, V, K) for rule in ("token", "block", "match")
+        )
+        assert block > token - 1e-12 and match < token + 1e-12
+        assert K > 1 or abs(block - token) < 1e-12
+        gained += block > token + 1e-3
+    assert K == 1 or gained > 5
+
+
+def test_match_accepts_sum_p_q_and_all_rules_agree_on_point_masses():
+    for seed in SEEDS:
+        p, q = languages(seed, 3)
+        assert abs(accepted_by("match", p, q, 3, 1) - p(PROMPT) @ q(PROMPT)) < 1e-12
+        point = lambda prefix: np.eye(3)[sum(prefix) % 3]  # noqa: E731
+        counts = [accepted_by(rule, p, point, 3, 2) for rule in minispec.RULES]
+        assert max(counts) - min(counts) < 1e-12
 
 
 @pytest.mark.parametrize("V, K, i", [(2, 3, 1), (3, 2, 1), (2, 2, 2), (3, 1, 2), (2, 1, 3)])

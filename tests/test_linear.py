@@ -5,6 +5,8 @@ here leave a last tile half full, and rows come strided, as a slice of a wider a
 """
 
 import itertools
+import os
+import signal
 import threading
 
 import numpy as np
@@ -109,6 +111,19 @@ def test_two_callers_can_share_the_second_thread():
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_second_thread_of_its_own():
+    W, product = tiles_of(np.ones((300, 40))), model.TiledProduct()
+    product.best = {(5, W.shape): (6, 2)}
+    product(np.eye(5, 40), W)  # starts the thread of this process
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child if it waits
+        os._exit(0 if (product(np.eye(5, 40), W) == 1).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_blas_gets_its_threads_back_after_a_pass():
