@@ -374,7 +374,7 @@ def pack(W, bits: int) -> tuple:
     codes = np.clip(np.rint(codes), 0, 2**bits - 1).astype(np.uint8)
     if bits == 4:
         codes = codes[:, : GROUP // 2, :] | codes[:, GROUP // 2 :, :] << 4
-    # subtle: until here all lie in memory as W.T does, which would be unpacked at a third the speed.
+    # subtle: until here all lie in memory as W.T does, and would be unpacked three times slower.
     return tuple(np.ascontiguousarray(part) for part in (codes, scale, minimum))
 
 
