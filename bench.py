@@ -858,10 +858,12 @@ def summarise(tables: Sequence[dict]):
     for t in tables:
         print(textwrap.fill(f"{t['number']}, {t['name']}: {t['verdict']}.", 100,
                             subsequent_indent="    "))  # fmt: skip
-    measured = [(row["identical"], t["prompts"]) for t in tables for row in t["by_k"]
-                if "identical" in row]  # fmt: skip
-    same, all_of_them = map(sum, zip(*measured))
-    print(f"\n{same} of {all_of_them} outputs are those of plain decoding, token for token.")
+
+
+def show_identical(tables: Sequence[dict]):
+    rows = [(row, t) for t in tables for row in t["by_k"] if "identical" in row]
+    same, total = sum(row["identical"] for row, _ in rows), sum(t["prompts"] for _, t in rows)
+    print(f"\n{same} of {total} outputs are those of plain decoding, token for token.")
 
 
 def figure(value: float | None, form: str) -> str:
@@ -1222,6 +1224,8 @@ def report(args, rates, passes, tables: list[dict], v: dict, target):
         t["vs_float32"] = t["tokens_per_second"] / beside if beside else None
         show(t)
     summarise(tables)
+    if args.temperature == 0:
+        show_identical(tables)
     found = dict(
         version=minispec.__version__, schema=SCHEMA, machine=machine(), backend=target.backend.name,
         temperature=args.temperature, bandwidth_gb_s=rates["bound"], bandwidth=rates,

@@ -492,6 +492,7 @@ def test_what_is_measured_on_request(tiny, tmp_path, capsys, options, ways):
         assert rows and all((row["predicted"] is None) == warm for row in t["by_k"])
     out = capsys.readouterr().out
     assert max(map(len, out[out.index("v(T)") :].splitlines()[:-1])) <= 100
+    assert ("token for token" in out) != warm  # above 0 they have other draws
 
 
 def test_the_studys_five_configurations_and_what_is_beside_them():
