@@ -6,8 +6,9 @@
 bench.py's measured prompts and nine more, 64 tokens each, greedy, float32, as many threads on both
 sides. Compared up to the first difference: plain and speculative decoding of ours (prompt lookup;
 the default chain), `generate` of theirs, plain and with its own prompt lookup (K = 4 as ours, and
-its usual 10); and the logits of every position. The programs take turns, prompt by prompt; rates leave out the tokens of the first
-pass, which holds the prompt, on both sides. Not part of the test suite: it needs torch.
+its usual 10); and the logits of every position. The programs take turns, prompt by prompt; rates
+leave out the tokens of the first pass, which holds the prompt, on both sides. Not part of the test
+suite: it needs torch.
 """
 
 import json
