@@ -1,14 +1,16 @@
 """What speculative decoding gains on this machine, and why.
 
     python bench.py --quick              # one streamed answer, then the tables, within a minute
-    python bench.py --plot why.png       # five configurations and a control, all prompts: 8 minutes
-    python bench.py --full               # every K from 1 to 8, longer answers
-    python bench.py --pair TARGET DRAFT  # the same for two models of yours
+    python bench.py --plot why.png       # five configurations and a control, in 8 minutes
+    python bench.py --full               # every K from 1 to 8 of the float32 drafts, longer answers
+    python bench.py --pair TARGET DRAFT  # one configuration: two models of yours
     python bench.py --compare A.json B.json
     python bench.py --verification       # only v(T): BLAS's own way against tiles
 
+The configurations are those of "Lossless but Not Free" (arXiv 2607.17283), the study below.
+
 What is done, in this order:
-    bandwidth    how fast the weights can be read at all: no one-row pass can be faster
+    bandwidth    how fast the weights can be read at all: about what bounds a one-row pass
     v(T)         seconds of a target pass over T rows / over one row, at the context in use
     prediction   from v, c and the host's time, each timed alone, and acceptance on calibration
                  prompts; fixed before the first measured run
@@ -24,6 +26,7 @@ What this file does not do: predictions at temperatures above 0, more than one s
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -189,10 +192,10 @@ def bandwidth(target, repeats: int = 9) -> dict:
     shares = [large[i::cores] for i in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
         read = lambda share: [np.max(W) for W in share]  # noqa: E731
-        reads = [seconds(lambda: list(pool.map(read, shares))) for _ in range(repeats)]
+        reads = [time_of(lambda: list(pool.map(read, shares))) for _ in range(repeats)]
     with target.backend.during_pass(1):
         products = [
-            seconds(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
+            time_of(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
             for _ in range(repeats)
         ]
     rates = {
@@ -202,60 +205,76 @@ def bandwidth(target, repeats: int = 9) -> dict:
     return rates | {"bound": max(rates.values()), "bytes": sum(sizes)}
 
 
-def seconds(function) -> float:
+def time_of(function) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
-def pass_seconds(targets, Ts, context: int = 200, repeats: int = 7) -> list[dict]:
-    """For each target: median seconds of a pass over each of T rows that ends at `context`.
+CONTEXT = 200  # tokens in the cache of a timed pass
 
-    One untimed round of all kinds first; then all kinds in turn, so that a drift meets them all.
-    Between targets a pause: BLAS's threads go on spinning for a while, on the cores of the next.
-    After it an untimed pass, for the processor to wake.
+
+def pass_seconds(targets, Ts, repeats: int = 7) -> list[dict]:
+    """For each target: median seconds of a pass over each of T rows that ends at CONTEXT.
+
+    One untimed round of all kinds first; then all kinds in turn, forth and back, so that a drift
+    meets them all and none is always the first. Between targets a pause: BLAS's threads go on
+    spinning for a while, on the cores of the next. After it untimed passes, for the processor to
+    wake.
+
+    Raises ValueError when a context is too short for so many rows.
     """
-    context = min(context, *(target.context for target in targets))
+    context = min(CONTEXT, *(target.context for target in targets))
+    if max(Ts) >= context:
+        raise ValueError(f"a context of {context} tokens is too short to time {max(Ts)} rows")
     tokens = [i % targets[0].vocab for i in range(context)]
     caches = [target.new_cache(context) for target in targets]
     for target, cache in zip(targets, caches):
         target(tokens, cache, rows=1)
+
+    def timed(target, cache, T):
+        cache.truncate(context - T)
+        return timed_pass(target, tokens, cache, T)
+
     times: list[dict] = [{T: [] for T in Ts} for _ in targets]
     for repeat in range(repeats + 1):
         for target, cache, found in zip(targets, caches, times):
             if len(targets) > 1:
                 time.sleep(0.2)
-                cache.truncate(context - 1)
-                timed_pass(target, tokens, cache, 1)
-            for T in Ts:
-                cache.truncate(context - T)
-                spent = timed_pass(target, tokens, cache, T)
+                for _ in range(3):
+                    timed(target, cache, 1)
+            for T in sorted(Ts, reverse=repeat % 2 == 1):
+                spent = timed(target, cache, T)
                 if repeat:  # the first is the warm-up
                     found[T].append(spent)
     return [{T: statistics.median(t) for T, t in each.items()} for each in times]
 
 
 def all_passes(models: dict[str, Model], quick: bool) -> dict[str, dict]:
-    """{way: {T: seconds}} for every T up to MOST_K + 1.
-
-    4-bit passes are slow and even: fewer repeats, and few T where time is short, with straight
-    lines between them.
-    """
-    every, slow = range(1, MOST_K + 2), [way for way in models if way.startswith("int4")]
+    """{way: {T: seconds}} for all T up to MOST_K + 1; the slow 4-bit passes have fewer repeats."""
+    slow = [way for way in models if way.startswith("int4")]
     fast = [way for way in models if way not in slow]
-    found = {}
-    for ways, Ts, repeats in (
-        (fast, every, 5 if quick else 7),
-        (slow, (1, 2, 5, 9) if quick else every, 1 if quick else 3),
-    ):
-        measured = pass_seconds([models[way] for way in ways], Ts, repeats=repeats) if ways else []
-        for way, seconds in zip(ways, measured):
-            between = np.interp(every, list(seconds), list(seconds.values()))
-            found[way] = dict(zip(every, between.tolist()))
+    found: dict[str, dict] = {}
+    for ways, repeats in ((fast, 5 if quick else 7), (slow, 1 if quick else 5)):
+        if ways:
+            times = pass_seconds([models[way] for way in ways], range(1, MOST_K + 2), repeats)
+            found |= dict(zip(ways, times))
     if len(slow) == 2:  # one row is the same work for both
         both = statistics.fmean(found[way][1] for way in slow)
         found |= {way: found[way] | {1: both} for way in slow}
     return found
+
+
+def ratios(passes: dict[str, dict], way: str) -> dict[int, float]:
+    """v(T) of a way."""
+    unit = own_unit(passes, way)
+    return {T: s / unit for T, s in passes[way].items()}
+
+
+def own_unit(passes: dict[str, dict], way: str) -> float:
+    """Seconds of the fastest one-row pass over the weights that this way goes through."""
+    weights = way.split()[0]
+    return min(seconds[1] for other, seconds in passes.items() if other.split()[0] == weights)
 
 
 def timed_pass(target, tokens, cache, rows: int) -> float:
@@ -312,6 +331,11 @@ class Setup:
     @property
     def weights(self) -> str:
         return self.way.split()[0]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from the others of its session."""
+        return self.number, self.way
 
     def settle(self, beside: int):
         """Where no K is asked for: the best of the prediction, and its neighbours."""
@@ -380,8 +404,15 @@ def known_continuation(target, prompt, stop, most_tokens: int, draft=None) -> Kn
             caches.append(self.inner.new_cache(capacity))
             return caches[-1]
 
-    more = run(Kept(target), prompt, draft, max_new_tokens=most_tokens, stop=stop).tokens
-    return Known(prompt, more, caches[0].states)
+    answer = finished(run(Kept(target), prompt, draft, max_new_tokens=most_tokens, stop=stop))
+    return Known(prompt, answer.tokens, caches[0].states)
+
+
+def finished(answer: minispec.Answer) -> minispec.Answer:
+    """Ctrl-C ends a run early and quietly; here it is to end everything."""
+    if answer.ended == "interrupted":
+        raise KeyboardInterrupt
+    return answer
 
 
 class Replay:
@@ -423,21 +454,25 @@ class Replay:
 
 def rehearse(known: Known, draft, vocab: int) -> list[tuple[int, int]]:
     """After each known token but the last: how many of up to MOST_K proposals there are, and how
-    many of them are right. Greedy rounds at every K follow from it."""
+    many of them are right. Greedy rounds at every K follow from it.
+
+    An answer that a stop token ended is taken as one that the cap ended: there a real draft
+    proposes past the end, so that its last round is a little dearer.
+    """
     tokens, start = [*known.prompt, *known.more], len(known.prompt) + 1
     room = [min(MOST_K, len(tokens) - end) for end in range(start, len(tokens))]
-    if type(draft) is minispec.ModelDraft:
+    if type(draft) is minispec.ModelDraft and len(tokens) <= draft.model.context:
         # Its proposals are right up to the first wrong one, so one pass over the text shows them.
-        model = draft.model
-        logits = model(tokens, model.new_cache(len(tokens)), rows=len(known.more))
-        right = (np.argmax(logits[:-1], axis=-1) == known.more[1:]).tolist()
+        model, ids = draft.model, [min(x, draft.model.vocab - 1) for x in tokens]
+        logits = model(ids, model.new_cache(len(ids)), rows=len(known.more))[:-1, :vocab]
+        right = (np.argmax(logits, axis=-1) == known.more[1:]).tolist()
         return [(n, right_ones(right[i : i + n])) for i, n in enumerate(room)]
-    cache, law = Replay.Cache(), minispec.sampling_law(0.0, None, 1.0)
-    cache.states = known.states
-    draft.start(vocab, len(tokens), seen=cache)
+    seen, law = Replay.Cache(), minispec.sampling_law(0.0, None, 1.0)
+    seen.states = known.states
+    draft.start(vocab, len(tokens), seen=seen)
     found = []
     for end, n in zip(range(start, len(tokens)), room):
-        cache.length = end - 1
+        seen.length = end - 1
         proposals, _ = draft.propose(tokens[:end], n, law, minispec.Randomness(0))
         draft.keep(end - 1)
         right = [x == y for x, y in zip(proposals, tokens[end:])]
@@ -472,7 +507,7 @@ def rounds_at(K: int, rehearsal: Sequence[tuple[int, int]]) -> list[tuple[int, i
 class HostTimes(NamedTuple):
     """In units of the target's one-row pass; by K."""
 
-    c: dict[int, float]  # of drafting, a proposal
+    c: dict[int, float]  # of drafting, a proposal; a state draft's pass over the prompt included
     overhead: dict[int, float]  # of everything else outside the passes, a round
     plain: float  # of the same, a token of plain decoding
 
@@ -484,17 +519,20 @@ def host_times(target, known: Sequence[Known], draft) -> HostTimes:
     """
 
     def unit():
-        return pass_seconds([target], (1,), context=64, repeats=4)[0][1]
+        return pass_seconds([target], (1,), repeats=4)[0][1]
 
     def replay(K):
+        used = draft if K else None
         answers = [
-            run(Replay(k, target), k.prompt, draft if K else None, K, max_new_tokens=len(k.more))
+            finished(run(Replay(k, target), k.prompt, used, K, max_new_tokens=len(k.more)))
             for k in known
         ]
         rounds = [r for a in answers for r in a.rounds[1:]]
         drafting = sum(a.draft - a.first_draft for a in answers)
         rest = sum(split(a, 1.0)[2] * (len(a.rounds) - 1) for a in answers)
-        proposals = max(1, sum(len(r.proposals) for r in rounds))
+        proposals = sum(len(r.proposals) for r in rounds)
+        if not proposals:  # looking in vain is no proposal's cost
+            return np.array([0.0, (rest + drafting) / len(rounds)])
         return np.array([drafting / proposals, rest / len(rounds)])
 
     low, high, before = 1, 6, unit()
@@ -564,27 +602,28 @@ def decoding_rate(answer: minispec.Answer) -> float:
 PLAIN = 2  # times that each prompt is decoded plainly: at the beginning and at the end
 
 
-def measure(setups: Sequence[Setup], models: dict, prompt, tick, **options) -> dict:
+def measure(setups: Sequence[Setup], models: dict, prompt, tick, **options) -> dict | None:
     """One prompt: plain decoding and each setup at each of its K, in turn.
 
-    Returns {"plain": [answers], (number, K): answer}. All setups have the same weights; plain
-    decoding goes the way of the last one. tick(setup, K) is called after each run, K = 0 for plain.
+    Returns {"plain": [answers], (key of the setup, K): answer}; None where the plain answer is too
+    short to time. All setups have the same weights; plain decoding goes the way of the last one.
+    tick(setup, K) is called after each run, K = 0 for plain.
     """
 
     def answer(setup, K):
         options["randomness"] = minispec.Randomness(seed=0)
         result = run(models[setup.way], prompt, setup.draft if K else None, K, **options)
-        if result.ended == "interrupted":
-            raise KeyboardInterrupt
         tick(setup, K)
-        return result
+        return finished(result)
 
     results: dict = {"plain": [answer(setups[-1], 0)]}
-    Ks = sorted({K for s in setups for K in s.Ks})
-    check_length(results["plain"][0].tokens, Ks)
+    Ks, length = sorted({K for s in setups for K in s.Ks}), len(results["plain"][0].tokens)
+    if length < 2 * (max(Ks) + 1):
+        print(f"a prompt is left out: {length} tokens of answer, K = {max(Ks)}", file=sys.stderr)
+        return None
     for K, s in itertools.product(Ks, setups):
         if K in s.Ks:
-            results[s.number, K] = answer(s, K)
+            results[s.key, K] = answer(s, K)
     results["plain"] += [answer(setups[-1], 0) for _ in range(PLAIN - 1)]
     return results
 
@@ -608,18 +647,16 @@ def measure_all(setups, models, prompts: dict, passes: dict, **options) -> list[
             options["max_new_tokens"] = some[0].tokens
             tick = lambda s, K: bar.update(seconds(s, K))  # noqa: E731
             found = [measure(some, models, prompt, tick, **options) for prompt in chosen]
+            found = [of_prompt for of_prompt in found if of_prompt]
+            if not found:
+                raise ValueError(
+                    f"every answer of {some[0].group} is too short to time: change the prompts"
+                )
             results |= {id(s): found for s in some}
     return [results[id(s)] for s in setups]
 
 
-def check_length(tokens, Ks):
-    if len(tokens) < 2 * (max(Ks) + 1):
-        raise ValueError(
-            f"an answer of {len(tokens)} tokens is too short to time: change the prompt"
-        )
-
-
-def gain(results: dict, key: tuple[str, int]) -> float | None:
+def gain(results: dict, key: tuple) -> float | None:
     """Speculative over plain rate; None where the two did not emit equally many tokens."""
     if any(len(results[key].tokens) != len(p.tokens) for p in results["plain"]):
         return None
@@ -654,18 +691,18 @@ def split(answer: minispec.Answer, step: float) -> list[float]:
     return [part / rounds / step for part in (draft, verification, rest)]
 
 
-def at_K(results: Sequence[dict], number: str, K: int, prediction: Prediction | None, v) -> dict:
+def at_K(results: Sequence[dict], key: tuple, K: int, prediction: Prediction | None, v) -> dict:
     """One row of a table: medians over the prompts, acceptance over all rounds."""
     row = dict(
         K=K, v=v.get(K + 1), c=prediction and prediction.c,
         overhead=prediction and prediction.overhead,
         predicted=prediction and prediction.speedup, measured=None,
     )  # fmt: skip
-    if (number, K) not in results[0]:
+    if (key, K) not in results[0]:
         return row
-    answers = [r[number, K] for r in results]
+    answers = [r[key, K] for r in results]
     rounds = [[(len(r.proposals), r.accepted) for r in a.rounds[1:]] for a in answers]
-    gains = [gain(r, (number, K)) for r in results]
+    gains = [gain(r, (key, K)) for r in results]
     parts = zip(*(split(a, 1 / plain_rate(r)) for a, r in zip(answers, results)))
     shares = acceptance([pair for some in rounds for pair in some], K)
     proposals = statistics.median(statistics.fmean(k for k, _ in some) for some in rounds)
@@ -680,67 +717,77 @@ def at_K(results: Sequence[dict], number: str, K: int, prediction: Prediction | 
     )  # fmt: skip
 
 
-def configuration(setup: Setup, results: Sequence[dict], v: dict) -> dict:
+IDEAL = {"int4 serial": "int4 batched", "float32 plain": "float32"}  # the same, in parallel
+
+
+def configuration(setup: Setup, results: Sequence[dict], passes: dict[str, dict]) -> dict:
     """One table: what was predicted for every K, what was measured, and which K is the best."""
-    ratios, predictions = v[setup.way], setup.predictions
+    v, predictions = ratios(passes, setup.way), setup.predictions
     every = sorted({*predictions, *setup.Ks})
-    by_k = [at_K(results, setup.number, K, predictions.get(K), ratios) for K in every]
-    best = max(by_k, key=lambda row: row["measured"] or 0.0)
-    if best["measured"] is None:
-        best = next(row for row in by_k if row["K"] in setup.Ks)
-    ideal = {"int4 serial": "int4 batched", "float32 plain": "float32"}.get(setup.way)
-    quick = v[ideal][best["K"] + 1] if ideal in v else 1.0
+    by_k = [at_K(results, setup.key, K, predictions.get(K), v) for K in every]
+    best = max((row for row in by_k if row["K"] in setup.Ks), key=lambda row: row["measured"] or 0)
+    plain = statistics.median(map(plain_rate, results))
+    ideal = passes.get(IDEAL.get(setup.way))
+    parallel = ideal[best["K"] + 1] * plain if ideal else 1.0
     return dict(
         number=setup.number, name=setup.group, draft=setup.draft.name, verification=setup.way,
         quantize="int4" if setup.weights == "int4" else None, prompts=len(results),
-        plain_tokens_per_second=statistics.median(map(plain_rate, results)),
-        c=best["c"], v={str(T): ratio for T, ratio in ratios.items()}, by_k=by_k,
-        best_k=best["K"], speedup=best["measured"], predicted=best["predicted"],
-        noise=noise(results), tokens_per_second=best["tokens_per_second"],
-        verdict=verdict(best, quick),
+        tokens=setup.tokens, plain_tokens_per_second=plain, c=best["c"],
+        v={str(T): ratio for T, ratio in v.items()}, by_k=by_k, best_k=best["K"],
+        speedup=best["measured"], predicted=best["predicted"], noise=noise(results),
+        tokens_per_second=best["tokens_per_second"], verdict=verdict(best, parallel),
     )  # fmt: skip
 
 
-def verdict(row: dict, quick: float = 1.0) -> str:
-    """What decided, in a sentence.
+def verdict(row: dict, parallel: float = 1.0) -> str:
+    """What a round yields and costs, and what decided, in a sentence.
 
-    A loss is the draft's or the verification's if it would be none without what that one costs too
-    much; of two such the one that costs more. Everything else is acceptance.
-    quick: the v(K+1) that a parallel verification would have.
+    parallel: plain steps that a parallel verification of as many rows would take.
     """
     if row["measured"] is None:
         return "no speedup: plain and speculative outputs differ in length"
+    draft, verification, rest = row["split"].values()
+    low, high = min(row["by_prompt"]), max(row["by_prompt"])
+    return (
+        f"{row['measured']:.2f}x at K={row['K']} ({low:.2f}x to {high:.2f}x by prompt): "
+        f"{row['tokens_per_round']:.2f} tokens a round for {draft + verification + rest:.2f} plain "
+        f"steps (draft {draft:.2f}, verification {verification:.2f}, rest {rest:.2f}); "
+        f"{cause(row, parallel)}"
+    )
+
+
+def cause(row: dict, parallel: float) -> str:
+    """A loss is the draft's or the verification's if it would be none without what that one costs
+    too much; of two such, the one that costs more. Everything else is acceptance."""
     K, E, k = row["K"], row["tokens_per_round"], row["rows_per_round"] - 1
     draft, verification, rest = row["split"].values()
-    free = E / (verification + rest)
-    parallel = E / (draft + min(verification, quick) + rest)
-    spoilt = {name: gain for name, gain in (("draft", free), ("verification", parallel))
-              if gain >= 1 > row["measured"]}  # fmt: skip
-    cause = max(spoilt, key=spoilt.__getitem__, default="acceptance")
-    if cause == "draft":
+    without = {
+        "draft": E / (verification + rest),
+        "verification": E / (draft + min(verification, parallel) + rest),
+    }
+    spoilt = [name for name, gain in without.items() if gain >= 1 > row["measured"]]
+    worst = max(spoilt, key=without.__getitem__, default="acceptance")
+    if worst == "draft":
         even = break_even_c(E, K, {K + 1: verification}, rest)
         perfect = (k + 1) / (draft + verification + rest)
-        why = (
-            f"the draft is not fast enough, c = {draft / K:.2f} (break-even {even:.2f}); a free "
-            f"one would give {free:.2f}x, perfect acceptance {perfect:.2f}x"
+        return (
+            f"the draft is not fast enough, {draft / K:.2f} steps a proposal (break-even "
+            f"{even:.2f}); a free one would give {without[worst]:.2f}x, perfect acceptance "
+            f"{perfect:.2f}x"
         )
-    elif cause == "verification":
-        why = (
-            f"verification is not parallel, v({K + 1}) = {verification:.2f}; at {quick:.2f} it "
-            f"would be {parallel:.2f}x"
+    if worst == "verification":
+        return (
+            f"verification is not parallel: {k + 1:.1f} rows take {verification:.2f} steps; with "
+            f"{parallel:.2f} it would be {without[worst]:.2f}x"
         )
-    elif k < 0.8 * K:
-        why = f"proposals are few, {k:.1f} a round"
-    else:
-        first, last = (f"{100 * row['acceptance'][i]:.0f} %" for i in (0, K - 1))
-        why = f"acceptance decides, {first} at the first" + (K > 1) * f", {last} up to number {K}"
-        alpha = break_even_alpha(K, draft / K, {K + 1: verification}, rest)
-        why += "" if alpha is None else f" (break-even alpha {100 * alpha:.0f} %)"
+    if k < 0.8 * K:
+        return f"proposals are few, {k:.1f} a round"
+    first, last = (f"{100 * row['acceptance'][i]:.0f} %" for i in (0, K - 1))
+    alpha = break_even_alpha(K, draft / K, {K + 1: verification}, rest)
     return (
-        f"{row['measured']:.2f}x at K={K}: {E:.2f} tokens a round for "
-        f"{draft + verification + rest:.2f} plain steps (draft {draft:.2f}, verification "
-        f"{verification:.2f}, rest {rest:.2f}); {why}"
-    )
+        f"acceptance decides, {first} at the first" + (K > 1) * f", {last} up to number {K}"
+        + ("" if alpha is None else f" (break-even alpha {100 * alpha:.0f} %)")
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- verification alone
@@ -787,14 +834,15 @@ def verification(args: argparse.Namespace):
         print(
             f"{name}: {rates['bytes'] / 1e6:.0f} MB, at {rates['bound']:.1f} GB/s {bound:.1f} ms; "
             f"fastest one-row pass {1e3 * one_row:.1f} ms\n"
-            f"prefill of 512 tokens: plain {prefill[0]:.2f} s, tiles {prefill[1]:.2f} s\n"
+            f"prefill of {min(PREFILL, tiled.context)} tokens: plain {prefill[0]:.2f} s, tiles "
+            f"{prefill[1]:.2f} s\n"
             " T   plain ms  v(T)   tiles ms  v(T)"
         )
         for T in times["plain"]:
             cells = (f"{1e3 * t[T]:10.1f} {t[T] / one_row:5.2f}" for t in times.values())
             print(f"{T:2} {' '.join(cells)}")
         report[name] = dict(
-            bandwidth=rates, one_row_ms=1e3 * one_row, prefill_512_s=dict(zip(times, prefill)),
+            bandwidth=rates, one_row_ms=1e3 * one_row, prefill_s=dict(zip(times, prefill)),
             pass_ms={way: {T: 1e3 * s for T, s in t.items()} for way, t in times.items()},
         )  # fmt: skip
         del plain, tiled
@@ -802,8 +850,11 @@ def verification(args: argparse.Namespace):
         minispec.write_json(args.json, rounded(report))
 
 
-def timed_prefill(target, length: int = 512) -> float:
-    length = min(length, target.context)
+PREFILL = 512  # tokens
+
+
+def timed_prefill(target) -> float:
+    length = min(PREFILL, target.context)
     tokens = [i % target.vocab for i in range(length)]
     return timed_pass(target, tokens, target.new_cache(length), 1)
 
@@ -811,14 +862,15 @@ def timed_prefill(target, length: int = 512) -> float:
 # ---------------------------------------------------------------- tables
 
 HEADER = " K tokens Eq.(1)  rows v(K+1)     c overhead predicted measured  % accepted at 1..K"
-SUMMARY = " {:3} {:19.19} {:13.13} {:13} {:>2} {:>5} {:>5} {:>4} {:>5} {:>5} {:>3} {:>5} {:>5}"
+SUMMARY = " {:3} {:19.19} {:13.13} {:16} {:>2} {:>4} {:>4} {:>4} {:>5} {:>5} {:>3} {:>4} {:>4}"
 COLUMNS = (
     "", "draft", "verification", "prompts", "K", "E", "v", "c", "pred.", "meas.", "+-%", "tok/s",
-    "/ f32",
+    "/f32",
 )  # fmt: skip
 LEGEND = (
-    " E: tokens a round, v: v(K+1), meas.: speedup over plain decoding of the same weights,\n"
-    " +-%: its noise, / f32: tokens/s over those of plain float32 decoding"
+    " K: the best one measured, E: tokens a round, v: v(K+1), meas.: speedup over plain decoding\n"
+    " of the same weights, median over so many prompts; +-%: what of it the clock alone makes\n"
+    " uncertain; /f32: tokens/s over those of plain float32 decoding"
 )
 
 
@@ -837,8 +889,8 @@ def show(table: dict):
             f"{row['K']:2} {row['tokens_per_round']:6.2f} {figure(row['tokens_iid'], '6.2f')} "
             f"{row['rows_per_round']:5.2f} "
             f"{figure(row['v'], '6.2f')} {figure(row['c'], '5.3f')} "
-            f"{figure(row['overhead'], '8.3f')} {times(row['predicted'], '-'):>9} "
-            f"{times(row['measured'], 'differ'):>8}  {shares}"
+            f"{figure(row['overhead'], '8.3f')} {fold(row['predicted'], '-'):>9} "
+            f"{fold(row['measured'], 'differ'):>8}  {shares}"
         )
 
 
@@ -849,9 +901,9 @@ def summarise(tables: Sequence[dict]):
         row = next(row for row in t["by_k"] if row["K"] == t["best_k"])
         rate = t["tokens_per_second"]
         print(SUMMARY.format(
-            t["number"], t["draft"], t["verification"], t["name"], t["best_k"],
+            t["number"], t["draft"], t["verification"], f"{t['name']} {t['prompts']}", t["best_k"],
             f"{row['tokens_per_round']:.2f}", figure(row["v"], ".2f"), figure(row["c"], ".2f"),
-            times(t["predicted"], "-"), times(t["speedup"], "differ"), f"{100 * t['noise']:.0f}",
+            fold(t["predicted"], "-"), fold(t["speedup"], "differ"), f"{100 * t['noise']:.0f}",
             f"{rate:.1f}" if rate < 100 else round(rate), figure(t["vs_float32"], ".2f"),
         ))  # fmt: skip
     print(f"{LEGEND}\n")
@@ -871,7 +923,7 @@ def figure(value: float | None, form: str) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{form}}"
 
 
-def times(ratio: float | None, without: str) -> str:
+def fold(ratio: float | None, without: str) -> str:
     return without if ratio is None else f"{ratio:.2f}x"
 
 
@@ -882,34 +934,34 @@ def show_machine(rates: dict, passes: dict[str, dict]):
         f"products at {rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s\n"
         f"one-row pass {1e3 * one_row:.1f} ms, {1 / one_row / bound:.2f} of that bound"
     )
-    for way, seconds in passes.items():
-        ratios = " ".join(f"{T}: {s / own_unit(passes, way):.2f}" for T, s in seconds.items())
-        print(f"v(T) {way:13} {ratios} ({1e3 * seconds[1]:.0f} ms)")
-
-
-def own_unit(passes: dict[str, dict], way: str) -> float:
-    """Seconds of the fastest one-row pass over the weights that this way goes through."""
-    weights = way.split()[0]
-    return min(seconds[1] for other, seconds in passes.items() if other.split()[0] == weights)
+    for way, times in passes.items():
+        cells = " ".join(f"{T}: {ratio:.2f}" for T, ratio in ratios(passes, way).items())
+        print(f"v(T) {way:13} {cells} ({1e3 * times[1]:.0f} ms)")
 
 
 def compare(files: Sequence[str]):
     """Two reports side by side, configuration by configuration."""
     reports = [read_report(Path(file)) for file in files]
-    print(f"A {files[0]}\nB {files[1]}\n")
-    line = " {:3} {:19.19} {:13} {:13} {:>4} {:>6} {:>4} {:>6} {:>6}"
-    print(line.format("", "draft", "verification", "prompts", "A: K", "", "B: K", "", "B / A"))
+    for name, file, r in zip("AB", files, reports):
+        target = r["configurations"][0]["target"]
+        print(f"{name} {file}: target {target}, temperature {r['temperature']}, {r['backend']}")
+    line = " {:3} {:19.19} {:13} {:13} {:>4} {:>6} {:>4} {:>6} {:>6}  {}"
+    head = "", "draft", "verification", "prompts", "A: K", "", "B: K", "", "B / A", "within noise"
+    print("\n" + line.format(*head))
     names = ("number", "draft", "verification", "name")
     keys = [{tuple(c[k] for k in names): c for c in r["configurations"]} for r in reports]
+    missing = {"best_k": "-", "speedup": None, "noise": 0.0}
     for key in dict.fromkeys(itertools.chain(*keys)):
-        sides = [found.get(key) or {"best_k": "-", "speedup": None} for found in keys]
-        gains = [side["speedup"] for side in sides]
-        cells = [c for side in sides for c in (side["best_k"], times(side["speedup"], "-"))]
-        print(line.format(*key, *cells, f"{gains[1] / gains[0]:.2f}" if all(gains) else "-"))
+        sides = [found.get(key, missing) for found in keys]
+        gains, noises = [s["speedup"] for s in sides], sum(s["noise"] for s in sides)
+        cells = [c for side in sides for c in (side["best_k"], fold(side["speedup"], "-"))]
+        ratio = gains[1] / gains[0] if all(gains) else None
+        within = "-" if ratio is None else "yes" if abs(ratio - 1) <= noises else "no"
+        print(line.format(*key, *cells, figure(ratio, ".2f"), within))
     print()
     for label, key in ("one-row pass, ms", "one_row_ms"), ("bandwidth, GB/s", "bandwidth_gb_s"):
         a, b = (r["verification"].get(key, r.get(key)) for r in reports)
-        print(f"{label:20} {a:8.1f} {b:8.1f} {b / a:8.2f}")
+        print(f"{label:20} A {a:6.1f}, B {b:6.1f}")
 
 
 def read_report(path: Path) -> dict:
@@ -1001,7 +1053,7 @@ def plot_acceptance(ax, tables):
         ax.plot(range(1, len(shares) + 1), shares, **t["style"], markeredgecolor="white")
     ax.set(
         title="Acceptance at the largest measured K", xlabel="i, position of the proposal",
-        ylabel="rounds with at least i accepted, %", ylim=(0, 104),
+        ylabel="rounds with i proposals that had i accepted, %", ylim=(0, 104),
     )  # fmt: skip
     ax.grid(alpha=0.3)
 
@@ -1059,24 +1111,31 @@ SCHEMA = 2  # of the JSON report; README says what is in it
 def read_prompts(path: Path) -> dict:
     """{"measured": {kind: [text]}, "calibration": {kind: [text]}}; ValueError if it is not so.
 
-    Kinds are those of GROUPS. One may be left out, but then in both parts, and not all of a group.
+    Kinds are those of GROUPS. One may be left out, but then in both parts, and not all of a group;
+    no text may be in both parts.
     """
     from model import read_json
 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file of prompts")
-    found: dict = {"measured": {}, "calibration": {}}
-    read = read_json(path)
-    for part, (group, kinds) in itertools.product(found, GROUPS.items()):
-        for kind in kinds:
-            texts = read[part].get(kind, []) if isinstance(read.get(part), dict) else None
-            if not isinstance(texts, list):
-                raise ValueError(f"{path} needs a list of texts at {part}, {kind}")
-            if not all(isinstance(text, str) and text.strip() for text in texts):
-                raise ValueError(f"{path}: prompts at {part}, {kind} must be texts, not empty")
-            found[part][kind] = texts
-        if not any(found[part][kind] for kind in kinds):
-            raise ValueError(f"{path} has no {part} prompts for {group}: {', '.join(kinds)}")
+    read, found = read_json(path), {}
+    known = [kind for kinds in GROUPS.values() for kind in kinds]
+    for part in "measured", "calibration":
+        texts = read.get(part)
+        if not isinstance(texts, dict) or not set(texts) <= set(known):
+            raise ValueError(f"{path} needs {part} prompts, of the kinds {', '.join(known)}")
+        for kind, some in texts.items():
+            whole = isinstance(some, list) and all(isinstance(t, str) and t.strip() for t in some)
+            if not whole:
+                raise ValueError(f"{path}: {part}, {kind} must be a list of texts, none empty")
+        found[part] = {kind: texts.get(kind, []) for kind in known}
+        for group, kinds in GROUPS.items():
+            if not any(found[part][kind] for kind in kinds):
+                raise ValueError(f"{path} has no {part} prompts for {group}: {', '.join(kinds)}")
+    for kind in known:
+        ours, others = found["measured"][kind], found["calibration"][kind]
+        if bool(ours) != bool(others) or set(ours) & set(others):
+            raise ValueError(f"{path}: {kind} needs measured and calibration prompts that differ")
     return found
 
 
@@ -1087,8 +1146,7 @@ def first_answer(target, tokenizer, draft):
     answer = run(target, prompt, draft, stop=tokenizer.stop, show=printer.show)
     printer.end()
     print(f"{answer}\n")
-    if answer.ended == "interrupted":
-        raise KeyboardInterrupt
+    finished(answer)
 
 
 def by_group(prompts: dict, each: int | None) -> dict[str, list]:
@@ -1109,8 +1167,7 @@ class Calibration:
         self.hosts: dict[tuple, HostTimes] = {}
 
     def predict(self, setup: Setup, passes: dict[str, dict]) -> dict[int, Prediction]:
-        unit, tokens = own_unit(passes, setup.way), setup.tokens
-        texts = self.known(setup)
+        tokens, texts = setup.tokens, self.known(setup)
         key = setup.weights, setup.group, setup.draft.name
         if key not in self.rehearsals:
             vocab = self.models[setup.way].vocab
@@ -1119,7 +1176,7 @@ class Calibration:
         if key not in self.hosts:
             two = [k._replace(more=k.more[:tokens]) for k in (texts[:1] + texts[-1:])[: len(texts)]]
             self.hosts[key] = host_times(self.models[setup.way], two, setup.draft)
-        v = {T: s / unit for T, s in passes[setup.way].items()}
+        v = ratios(passes, setup.way)
         rehearsals = [r[: tokens - 1] for r in self.rehearsals[key[:3]]]
         Ks = range(1, MOST_K + 1)
         return {K: predict(rehearsals, K, v, self.hosts[key]) for K in Ks}
@@ -1136,25 +1193,27 @@ class Calibration:
                 known_continuation(target, prompt, self.stop, most, draft)
                 for prompt in self.prompts[setup.weights][setup.group]
             )
-            self.texts[key] = [k for k in texts if len(k.more) > 2]
+            # The first round may emit MOST_K + 1 tokens, and there is to be one after it.
+            self.texts[key] = [k for k in texts if len(k.more) > MOST_K + 1]
             if not self.texts[key]:
-                raise ValueError(f"no calibration prompt of {setup.group} gets an answer")
+                raise ValueError(
+                    f"no calibration prompt of {setup.group} has an answer of {MOST_K + 2} tokens"
+                )
         return self.texts[key]
 
 
-def load_models(args: argparse.Namespace, target, wanted: set[str]) -> dict[str, Model]:
+def load_models(args: argparse.Namespace, target, packed, wanted: set[str]) -> dict[str, Model]:
     """{way: model}, of the ways that are wanted and differ on this machine."""
     models = {"float32": target}
     if {"int4 batched", "int4 serial"} & wanted:
-        models["int4 batched"] = quantize(target)
-        models["int4 serial"] = verify_serially(models["int4 batched"])
+        models |= {"int4 batched": packed(), "int4 serial": verify_serially(packed())}
     if "float32 plain" in wanted and "tiles" in target.backend.name:
         models["float32 plain"] = load(resolve(args.target), numpy_backend(way="plain"))
     return models
 
 
-def plan(args: argparse.Namespace, size: Size, target, tokenizer, draft) -> list[Setup]:
-    """What is measured, with these options."""
+def plan(args: argparse.Namespace, size: Size, draft, packed) -> list[Setup]:
+    """What is measured, with these options. packed() is the target in 4 bits."""
     Ks, rest = size.other_Ks or size.Ks, (size.tokens, size.each)
     if args.quantize:
         ways = "int4 serial", "int4 batched"
@@ -1165,13 +1224,13 @@ def plan(args: argparse.Namespace, size: Size, target, tokenizer, draft) -> list
     drafts = {"ngram": minispec.PromptLookup()}
     if isinstance(draft, minispec.Chain):
         drafts |= {"trained": draft.drafters[-1], "chain": draft}
-    if args.temperature or target.backend.xp is not np:
+    if args.temperature:
         names = {"trained": "1", "chain": "1+2", "ngram": "2"}
         return [
             Setup(names[name], "float32", drafts[name], group, Ks, *rest)
             for group in GROUPS for name in names if name in drafts
         ]  # fmt: skip
-    drafts["int4"] = minispec.load_drafter("int4", target, tokenizer)
+    drafts["int4"] = minispec.ModelDraft(packed(), "int4")
     return five_configurations(drafts, size, args.quick)
 
 
@@ -1184,8 +1243,9 @@ def bench(args: argparse.Namespace):
            for part, kinds in prompts.items()}  # fmt: skip
     first_answer(target, tokenizer, draft)
 
-    setups = plan(args, size, target, tokenizer, draft)
-    models = load_models(args, target, {s.way for s in setups})
+    packed = functools.cache(partial(quantize, target))
+    setups = plan(args, size, draft, packed)
+    models = load_models(args, target, packed, {s.way for s in setups})
     setups = [s for s in setups if s.way in models]
     rates = bandwidth(target)
     passes = all_passes(models, args.quick)
@@ -1204,9 +1264,8 @@ def bench(args: argparse.Namespace):
 
     options = dict(stop=stop, temperature=args.temperature)
     results = measure_all(setups, models, ids["measured"], passes, **options)
-    v = {way: {T: s / own_unit(passes, way) for T, s in t.items()} for way, t in passes.items()}
-    tables = [configuration(s, found, v) for s, found in zip(setups, results)]
-    report(args, rates, passes, tables, v, target)
+    tables = [configuration(s, found, passes) for s, found in zip(setups, results)]
+    report(args, rates, passes, tables, target)
 
 
 def progress(name: str, total: float):
@@ -1214,7 +1273,7 @@ def progress(name: str, total: float):
     return tqdm(total=total, desc=name, file=sys.stderr, bar_format=form, leave=False)
 
 
-def report(args, rates, passes, tables: list[dict], v: dict, target):
+def report(args, rates, passes, tables: list[dict], target):
     """Everything measured, on stdout, and in the files that were asked for."""
     plain = {t["name"]: t["plain_tokens_per_second"] for t in reversed(tables)
              if t["verification"] == "float32"}  # fmt: skip
@@ -1232,7 +1291,7 @@ def report(args, rates, passes, tables: list[dict], v: dict, target):
         plain_tokens_per_second=tables[0]["plain_tokens_per_second"], configurations=tables,
         verification=dict(
             one_row_ms=1e3 * passes["float32"][1],
-            v={way: {str(T): x for T, x in ratios.items()} for way, ratios in v.items()},
+            v={way: {str(T): x for T, x in ratios(passes, way).items()} for way in passes},
             ways_ms=getattr(target.backend.linear, "milliseconds", None),
         ),
     )  # fmt: skip
@@ -1273,11 +1332,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     say.add_argument("--plot", metavar="FILE", help="draw them: .png or .svg")
     say.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="two runs, in turn")
     say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
-    return minispec.guard("bench.py", lambda: dispatch(say.parse_args(argv)))
+    return minispec.guard("bench.py", lambda: dispatch(say, say.parse_args(argv)))
 
 
-def dispatch(args: argparse.Namespace):
+def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
+    given = {name for name, value in vars(args).items() if value != say.get_default(name)}
+    for alone, with_it in ("compare", set()), ("verification", {"target", "json"}):
+        if alone in given and given - with_it - {alone}:
+            others = ", ".join(f"--{name}" for name in sorted(given - with_it - {alone}))
+            raise ValueError(f"--{alone} has no use for {others}: leave it out")
     if args.pair:
+        if {"target", "draft"} & given:
+            raise ValueError("--pair names target and draft: leave --target and --draft out")
         args.target, args.draft = args.pair
     if args.compare:
         return compare(args.compare)

@@ -649,8 +649,9 @@ class Printer:
 class Tracer(Printer):
     """Shows each round as a table instead, with the coins that its verification tossed."""
 
-    def __init__(self, tokenizer, coins: list[float]):
+    def __init__(self, tokenizer, coins: list[float], rule: str = "token"):
         self.tokenizer, self.coins, self.rounds, self.ids = tokenizer, coins, 0, []
+        self.corrected_from = "p" if rule == "match" else "the residual"
 
     def show(self, r: Round):
         self.rounds += 1
@@ -661,7 +662,8 @@ class Tracer(Printer):
             verdict = self.verdict(r, i)
             print(f"  {self.quote(x)} q {r.q[i]:.4f}  p {r.p[i]:.4f}  coin {coin:6}  {verdict}")
         for x in r.tokens[r.accepted :]:
-            origin = "the residual" if r.accepted < len(r.proposals) else "p, as the bonus"
+            corrected = r.accepted < len(r.proposals)
+            origin = self.corrected_from if corrected else "p, as the bonus"
             print(f"  {self.quote(x)} from {origin}")
         print(f"  rolled back to {r.cached[0]} cached tokens (target), {r.cached[1]} (draft)")
         self.coins.clear()
@@ -672,9 +674,11 @@ class Tracer(Printer):
     def verdict(self, r: Round, i: int) -> str:
         if i < r.accepted:
             return "accepted"
-        if i >= len(self.coins):
-            return "not reached"
-        return "after the stop" if len(r.tokens) == r.accepted else "rejected"
+        if len(r.tokens) == r.accepted:
+            return "after the stop"
+        if i == r.accepted:
+            return "rejected"
+        return "dropped" if i < len(self.coins) else "not reached"  # block tosses every coin
 
     def end(self):
         print(f"\n{self.tokenizer.decode(self.ids)}")
@@ -821,7 +825,7 @@ def answer_prompt(args: argparse.Namespace):
     target, tokenizer, draft = load_pair(args.target, args.draft, quantized=quantized)
     prompt = prompt_ids(args, tokenizer)
     randomness = WatchedRandomness(args.seed)
-    printer = Tracer(tokenizer, randomness.coins) if args.trace else Printer(tokenizer)
+    printer = Tracer(tokenizer, randomness.coins, args.verify) if args.trace else Printer(tokenizer)
     answer = run(
         target, prompt, draft, args.K, show=printer.show, max_new_tokens=args.n,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, stop=tokenizer.stop,

@@ -13,9 +13,10 @@ G key/value heads, C channels per head, F hidden width of the MLP, V vocabulary,
 no batch axis anywhere: one sequence. q, k, v are attention heads here; distributions live in
 minispec.py.
 
-What this file does not do: sampling, speculation, training, batches of sequences, quantization,
-sliding-window attention, mixtures of experts, and any rope type other than default, linear and
-llama3. What is not implemented is refused by name when the checkpoint is loaded.
+What this file does not do: sampling, speculation, training, batches of sequences, reading
+quantized checkpoints (it packs float ones), sliding-window attention, mixtures of experts, and any
+rope type other than default, linear and llama3. What is not implemented is refused by name when the
+checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -355,9 +356,9 @@ class Packed:
 
 def _multiply_packed(groups, sums, block, bits):  # [G, T, GROUP], [T, G] -> [T, rows]
     codes, scale, minimum = block
-    partial = np.matmul(groups, unpack(codes, bits))  # [G, T, rows]
-    partial *= scale.astype(partial.dtype)[:, None, :]
-    return np.sum(partial, axis=0) + np.matmul(sums, minimum.astype(partial.dtype))
+    y = np.matmul(groups, unpack(codes, bits))  # [G, T, rows]
+    y *= scale.astype(y.dtype)[:, None, :]
+    return np.sum(y, axis=0) + np.matmul(sums, minimum.astype(y.dtype))
 
 
 def pack(W, bits: int) -> tuple:
@@ -366,7 +367,9 @@ def pack(W, bits: int) -> tuple:
     W = np.pad(W, ((0, 0), (0, -width % GROUP)), mode="edge")
     groups = W.T.reshape(-1, GROUP, rows)
     low, high = np.min(groups, axis=1), np.max(groups, axis=1)
-    scale, minimum = ((high - low) / (2**bits - 1)).astype(np.float16), low.astype(np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):  # refused in the next line
+        scale = ((high - low) / (2**bits - 1)).astype(np.float16)
+        minimum = low.astype(np.float16)
     if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
         raise ValueError("cannot be packed: a weight is not a number, or beyond float16's 65504")
     divisor = np.where(scale > 0, scale, np.inf).astype(W.dtype)[:, None, :]

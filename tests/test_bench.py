@@ -34,6 +34,8 @@ def answered(accepted, proposed, tokens=None):
     return minispec.Round(ids, accepted, [0] * proposed, [], [], (0, 0), None)
 
 
+KINDS = [kind for kinds in bench.GROUPS.values() for kind in kinds]
+
 # ---------------------------------------------------------------- the cost model
 
 
@@ -147,6 +149,43 @@ def test_a_rehearsal_of_a_shorter_text_is_its_beginning(target):
         assert bench.rounds_at(K, whole[:11]) == bench.rounds_at(K, short)
 
 
+def test_a_draft_that_is_narrower_or_shorter_is_rehearsed_like_any(target):
+    """The one pass over the text is another way to the same counts."""
+    known = bench.known_continuation(target, PROMPT, (), 30)
+
+    class Narrow(model.Model):
+        vocab = 40
+
+        def __call__(self, tokens, cache, rows):
+            assert max(tokens) < self.vocab
+            return super().__call__(tokens, cache, rows)[:, : self.vocab]
+
+    parts = target.config, target.weights, target.backend, target.block
+    narrow, short = Narrow(*parts), model.Model(*parts)
+    narrow.vocab, short.context = 40, 20
+    for drafting in narrow, short:
+
+        class Stepwise(minispec.ModelDraft):  # not of the very type: goes the general way
+            pass
+
+        one_pass = bench.rehearse(known, minispec.ModelDraft(drafting), target.vocab)
+        stepwise = bench.rehearse(known, Stepwise(drafting), target.vocab)
+        assert [right for _, right in one_pass] == [right for _, right in stepwise]
+        assert drafting is narrow or stepwise[-1] == (0, 0)
+
+
+def test_ctrl_c_while_predicting_ends_everything(target, monkeypatch):
+    def stopped(*args, **kwargs):
+        return minispec.Answer(ended="interrupted")
+
+    monkeypatch.setattr(bench, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench.known_continuation(target, PROMPT, (), 30)
+    monkeypatch.setattr(bench, "pass_seconds", lambda *args, **options: [{1: 0.010}])
+    with pytest.raises(KeyboardInterrupt):
+        bench.host_times(target, [bench.Known(PROMPT, [1] * 12, None)], minispec.PromptLookup())
+
+
 def test_prediction_is_the_cost_model():
     """By hand. At K = 2: rounds of (2, 2), (2, 0), and (1, 1) at the end of the text."""
     rehearsal = [(8, 5), (8, 4), (8, 3), (8, 0), (8, 1), (1, 1)]
@@ -183,6 +222,9 @@ def test_host_times_are_a_straight_line(target, monkeypatch):
 # ---------------------------------------------------------------- measurement
 
 
+KEY = ("1", "float32")
+
+
 def generation(seconds, *rounds, draft=0.0, verification=1.0):
     return minispec.Answer(
         rounds=list(rounds), seconds=seconds, first_round=1.0, first_verification=1.0, draft=draft,
@@ -193,7 +235,7 @@ def generation(seconds, *rounds, draft=0.0, verification=1.0):
 def test_a_speedup_compares_rates_after_the_first_round():
     plain = generation(5.0, *[answered(0, 0)] * 5)  # 4 tokens in 4 s
     fast = generation(3.0, answered(0, 0), answered(1, 1), answered(1, 1))  # 4 tokens in 2 s
-    assert bench.gain({"plain": [plain], ("1", 4): fast}, ("1", 4)) == 2.0
+    assert bench.gain({"plain": [plain], (KEY, 4): fast}, (KEY, 4)) == 2.0
 
 
 def test_the_time_of_a_round_is_split_without_the_first():
@@ -214,7 +256,7 @@ def setup(draft=None, Ks=(1,), way="float32", number="1", tokens=8):
 
 def test_no_speedup_where_the_outputs_differ_in_length():
     plain, longer = generation(3.0, *[answered(0, 0)] * 3), generation(4.0, *[answered(0, 0)] * 4)
-    results = [{"plain": [plain], ("1", 1): longer}]
+    results = [{"plain": [plain], (KEY, 1): longer}]
     table = bench.configuration(setup(), results, {"float32": {1: 1.0, 2: 1.5}})
     assert table["speedup"] is None and table["by_k"][0]["measured"] is None
     assert "differ in length" in table["verdict"]
@@ -224,16 +266,16 @@ def test_rows_are_medians_over_prompts():
     def prompt(seconds):  # K=1: two tokens a round; `seconds` for 3 rounds, plain 6 s for 6 tokens
         plain = generation(7.0, *[answered(0, 0)] * 7)
         rounds = answered(0, 0), *[answered(1, 1)] * 3
-        return {"plain": [plain], ("1", 1): generation(1.0 + seconds, *rounds)}
+        return {"plain": [plain], (KEY, 1): generation(1.0 + seconds, *rounds)}
 
     results = [prompt(3.0), prompt(2.0), prompt(6.0)]
     prediction = bench.Prediction(1.5, 0.1, 0.2, 2.0, [1.0])
-    row = bench.at_K(results, "1", 1, prediction, {2: 1.25})
+    row = bench.at_K(results, KEY, 1, prediction, {2: 1.25})
     assert (row["measured"], row["by_prompt"]) == (2.0, [2.0, 3.0, 1.0])
     assert (row["tokens_per_round"], row["rows_per_round"], row["v"]) == (2, 2, 1.25)
     assert row["split"] == {"draft": 0.0, "verification": 0.0, "rest": 1.0}
     assert row["tokens_per_second"] == 2.0
-    assert bench.at_K(results, "1", 2, prediction, {3: 1.5})["measured"] is None
+    assert bench.at_K(results, KEY, 2, prediction, {3: 1.5})["measured"] is None
 
 
 def test_noise_is_that_of_the_repeats_of_plain_decoding():
@@ -270,14 +312,41 @@ def test_plain_decoding_frames_the_runs_and_every_setup_has_its_way(target):
     assert ticks == [("5", 0), ("4", 1), ("4", 2), ("5", 2), ("5", 0)]
     changes = [way for i, way in enumerate(order) if i == 0 or way != order[i - 1]]
     assert changes == ["int4 batched", "int4 serial", "int4 batched"]
-    assert set(results) == {"plain", ("4", 1), ("4", 2), ("5", 2)} and len(results["plain"]) == 2
+    serial, batched = pair[0].key, pair[1].key
+    assert set(results) == {"plain", (serial, 1), (serial, 2), (batched, 2)}
+    assert len(results["plain"]) == 2
     assert all(a.tokens == results["plain"][0].tokens for a in results["plain"])
 
 
-def test_an_answer_too_short_to_time_is_refused():
-    with pytest.raises(ValueError, match="too short"):
-        bench.check_length([1] * 17, [1, 8])
-    bench.check_length([1] * 18, [1, 8])
+def test_ways_of_one_pair_do_not_answer_for_each_other(target):
+    """Serial and batched under one number, as --quantize has them: each keeps its own answers."""
+    pair = [setup(Ks=(1,), way=f"int4 {way}", number="P") for way in ("serial", "batched")]
+    models = dict.fromkeys([s.way for s in pair], target)
+    ran = []
+
+    def tick(s, K):
+        ran.append((s.way, K))
+
+    results = bench.measure(pair, models, PROMPT, tick, max_new_tokens=8)
+    answers = [results[s.key, 1] for s in pair]
+    assert answers[0] is not answers[1] and len([K for _, K in ran if K]) == 2
+
+
+def test_an_answer_too_short_to_time_is_left_out(target, capsys):
+    def measured(K, N):
+        tick = lambda s, K: None  # noqa: E731
+        models = {"float32": target}
+        return bench.measure([setup(Ks=(1, K))], models, PROMPT, tick, max_new_tokens=N)
+
+    assert measured(8, 17) is None and "left out: 17 tokens" in capsys.readouterr().err
+    assert measured(8, 18) is not None and capsys.readouterr().err == ""
+
+
+def test_without_one_long_answer_there_is_an_error(target):
+    prompts = {kind: [PROMPT] for kind in KINDS}
+    passes = {"float32": {1: 1.0}}
+    with pytest.raises(ValueError, match="too short to time"):
+        bench.measure_all([setup(Ks=(8,), tokens=8)], {"float32": target}, prompts, passes)
 
 
 # ---------------------------------------------------------------- verdicts
@@ -286,20 +355,21 @@ def test_an_answer_too_short_to_time_is_refused():
 def row(tokens, draft, verification, rest=0.0, K=4, rows=None, acceptance=(0.6, 0.5, 0.3, 0.2)):
     return dict(
         K=K, measured=tokens / (draft + verification + rest), tokens_per_round=tokens,
-        rows_per_round=rows or K + 1, acceptance=list(acceptance),
+        rows_per_round=rows or K + 1, acceptance=list(acceptance), by_prompt=[0.3, 0.5],
         split=dict(draft=draft, verification=verification, rest=rest),
     )  # fmt: skip
 
 
 def test_a_serial_verification_is_named_with_what_a_parallel_one_would_give():
-    text = bench.verdict(row(2.0, 0.08, 4.9), quick=1.15)
-    assert text.startswith("0.40x at K=4") and "v(5) = 4.90" in text and "at 1.15" in text
+    text = bench.verdict(row(2.0, 0.08, 4.9), parallel=1.15)
+    assert text.startswith("0.40x at K=4 (0.30x to 0.50x by prompt)")
+    assert "5.0 rows take 4.90 steps; with 1.15" in text
     assert f"{2.0 / (0.08 + 1.15):.2f}x" in text
 
 
 def test_a_slow_draft_is_named_with_its_break_even():
     text = bench.verdict(row(4.6, 10.0, 1.2))
-    assert "draft is not fast enough, c = 2.50" in text
+    assert "draft is not fast enough, 2.50 steps a proposal" in text
     assert f"break-even {(4.6 - 1.2) / 4:.2f}" in text and f"acceptance {5 / 11.2:.2f}x" in text
 
 
@@ -320,8 +390,19 @@ def test_no_cost_is_blamed_where_acceptance_alone_would_lose():
 
 
 def test_of_two_spoilers_the_one_that_costs_more_is_named():
-    assert "verification is not parallel" in bench.verdict(row(2.4, 0.9, 2.2), quick=1.1)
-    assert "draft is not fast enough" in bench.verdict(row(2.4, 1.9, 1.6), quick=1.1)
+    assert "verification is not parallel" in bench.verdict(row(2.4, 0.9, 2.2), parallel=1.1)
+    assert "draft is not fast enough" in bench.verdict(row(2.4, 1.9, 1.6), parallel=1.1)
+
+
+def test_what_a_parallel_verification_would_give_is_in_plain_steps():
+    """Plain decoding takes 1.5 s a token, the batched pass over 2 rows 3 s: 2 of its steps."""
+    plain = generation(7.0, *[answered(0, 0)] * 5)  # 4 tokens in 6 s
+    slow = generation(17.0, *[answered(0, 0), answered(1, 1), answered(1, 1)], verification=17.0)
+    s = setup(way="int4 serial")
+    passes = {"int4 serial": {1: 1.0, 2: 8.0}, "int4 batched": {1: 1.0, 2: 3.0}}
+    table = bench.configuration(s, [{"plain": [plain], (s.key, 1): slow}], passes)
+    # A round takes 8 s, 5.33 steps, for 2 tokens; in 2 steps it would neither gain nor lose.
+    assert "2.0 rows take 5.33 steps; with 2.00 it would be 1.00x" in table["verdict"]
 
 
 # ---------------------------------------------------------------- passes
@@ -338,9 +419,10 @@ def test_passes_are_timed_on_a_synchronised_device_after_a_warm_up(target):
 
     backend = dataclasses.replace(target.backend, synchronize=lambda: events.append("sync"))
     watched = Watched(target.config, target.weights, backend, target.block)
-    (times,) = bench.pass_seconds([watched], (1, 2), context=8, repeats=3)
+    (times,) = bench.pass_seconds([watched], (1, 2), repeats=3)
     assert set(times) == {1, 2} and min(times.values()) > 0
-    assert events[1:] == ["sync", 1, "sync", "sync", 2, "sync"] * 4
+    forth, back = ["sync", 1, "sync", "sync", 2, "sync"], ["sync", 2, "sync", "sync", 1, "sync"]
+    assert events[1:] == (forth + back) * 2
 
 
 def test_several_targets_are_timed_in_turn(target):
@@ -353,10 +435,16 @@ def test_several_targets_are_timed_in_turn(target):
 
     pair = [Watched(target.config, target.weights, target.backend, target.block) for _ in "ab"]
     pair[0].name, pair[1].name = "a", "b"
-    times = bench.pass_seconds(pair, (1, 2), context=8, repeats=2)
+    times = bench.pass_seconds(pair, (1, 2), repeats=2)
     assert [set(t) for t in times] == [{1, 2}, {1, 2}]
-    # The first pass of each wakes the processor after the pause, and is not timed.
-    assert order[2:] == [("a", 1), ("a", 1), ("a", 2), ("b", 1), ("b", 1), ("b", 2)] * 3
+    # Three passes of each wake the processor after the pause, and are not timed.
+    turns = [[1, 1, 1, *Ts] for Ts in ([1, 2], [2, 1], [1, 2])]
+    assert order[2:] == [(name, T) for turn in turns for name in "ab" for T in turn]
+
+
+def test_a_context_too_short_to_time_is_one_line(target):
+    with pytest.raises(ValueError, match="too short to time 50 rows"):
+        bench.pass_seconds([target], (1, 50))
 
 
 def test_verification_measures_both_ways(monkeypatch, tmp_path, capsys):
@@ -384,15 +472,24 @@ def test_the_synthetic_layers_are_a_model():
     assert logits.shape == (3, 4096) and np.isfinite(logits).all() and logits.std() > 0
 
 
-def test_four_bit_passes_are_timed_at_few_T_where_time_is_short(monkeypatch):
-    def seconds(models, Ts, repeats):
-        return [{T: T * 1.0 for T in Ts} for _ in models]
+def test_one_row_of_four_bits_is_the_same_work_serial_or_batched(monkeypatch):
+    def times(models, Ts, repeats):
+        asked.append((models, repeats))
+        return [{T: (i + 1) * T * 1.0 for T in Ts} for i, _ in enumerate(models)]
 
-    monkeypatch.setattr(bench, "pass_seconds", seconds)
-    names = "float32", "int4 serial", "int4 batched"
-    found = bench.all_passes(dict.fromkeys(names), quick=True)
-    assert [found[name] for name in names] == [{T: T for T in range(1, 10)}] * 3
-    assert bench.own_unit({"a x": {1: 2.0}, "a": {1: 1.0}, "b": {1: 0.5}}, "a x") == 1.0
+    asked: list = []
+    monkeypatch.setattr(bench, "pass_seconds", times)
+    models = {name: name for name in ("float32", "int4 serial", "int4 batched")}
+    found = bench.all_passes(models, quick=False)
+    assert asked == [(["float32"], 7), (["int4 serial", "int4 batched"], 5)]
+    assert found["int4 serial"][1] == found["int4 batched"][1] == 1.5
+    assert found["int4 batched"][2] == 4.0 and list(found["float32"]) == list(range(1, 10))
+
+
+def test_v_is_in_units_of_the_fastest_one_row_pass_over_the_same_weights():
+    passes = {"a x": {1: 2.0, 2: 3.0}, "a": {1: 1.0}, "b": {1: 0.5}}
+    assert bench.ratios(passes, "a x") == {1: 2.0, 2: 3.0}
+    assert bench.ratios(passes, "b") == {1: 1.0}
 
 
 # ---------------------------------------------------------------- the whole of it
@@ -415,7 +512,7 @@ def tiny(monkeypatch, target):
         draft = minispec.load_drafter(draft_name or "ngram", target, None)
         return target, StubTokenizer(), draft
 
-    def pass_seconds(targets, Ts, **options):
+    def pass_seconds(targets, Ts, repeats):
         return [{T: 1.0 + 0.1 * T for T in Ts} for _ in targets]
 
     monkeypatch.setattr(minispec, "load_pair", load_pair)
@@ -466,8 +563,10 @@ def test_two_reports_side_by_side(report, capsys):
     faster.write_text(json.dumps(found))
     assert bench.main(["--compare", str(folder / "b.json"), str(faster)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    ratios = [line.split()[-1] for line in lines if "chat and code" in line or "copy" in line]
-    assert ratios == ["2.00"] * 5 and max(map(len, lines[3:])) <= 100
+    rows = [line.split() for line in lines if "chat and code" in line or "copy" in line]
+    assert [row[-2] for row in rows] == ["2.00"] * 5 and max(map(len, lines[2:])) <= 100
+    noises = [2 * t["noise"] for t in found["configurations"]]
+    assert [row[-1] for row in rows] == ["yes" if noise >= 1 else "no" for noise in noises]
     faster.write_text(json.dumps(found | {"schema": 1}))
     assert bench.main(["--compare", str(folder / "b.json"), str(faster)]) == 2
     assert "schema" in capsys.readouterr().err
@@ -545,6 +644,9 @@ def test_the_best_K_and_its_neighbours_are_measured():
         (["--compare", "/nowhere/a.json", "b.json"], "a.json"),
         (["--compare", str(FOLDER / "config.json"), "b.json"], "schema"),
         (["--backend", "abacus"], "abacus"),
+        (["--verification", "--plot", "b.png"], "--verification has no use for --plot"),
+        (["--compare", "a.json", "b.json", "--quick"], "--compare has no use for --quick"),
+        (["--pair", "a", "ngram", "--draft", "ngram"], "--pair names target and draft"),
         (["--quick", "--full"], "not allowed"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -564,22 +666,36 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(tiny, monkeypatch,
     assert "pip install" in capsys.readouterr().err
 
 
-KINDS = [kind for kinds in bench.GROUPS.values() for kind in kinds]
-
-
 @pytest.mark.parametrize(
-    "damage",
-    [[], {"chat": "one"}, {"chat": [1]}, {"chat": [" "]}, {kind: [] for kind in KINDS[:3]}],
+    "part, damage, words",
+    [
+        ("calibration", [], "needs calibration prompts"),
+        ("measured", {"chat": "one"}, "measured, chat must be a list of texts"),
+        ("measured", {"chat": [1]}, "measured, chat"),
+        ("calibration", {"chat": [" "]}, "none empty"),
+        ("calibration", {kind: [] for kind in KINDS[:3]}, "no calibration prompts for chat"),
+        ("measured", {"code": []}, "code needs measured and calibration prompts"),
+        ("measured", {"quote": ["calibration text"]}, "quote needs .* that differ"),
+        ("measured", {"quotes": ["a"]}, "of the kinds"),
+    ],
 )
-def test_a_prompts_file_of_the_wrong_kind_is_refused(tmp_path, damage):
-    whole = {kind: ["a text"] for kind in KINDS}
+def test_a_prompts_file_of_the_wrong_kind_is_refused(tmp_path, part, damage, words):
+    whole = {p: {kind: [f"{p} text"] for kind in KINDS} for p in ("measured", "calibration")}
     file = tmp_path / "p.json"
-    file.write_text(json.dumps({"measured": whole, "calibration": whole, "more": 1}))
-    assert bench.read_prompts(file) == {"measured": whole, "calibration": whole}
-    broken = damage if isinstance(damage, list) else whole | damage
-    file.write_text(json.dumps({"measured": whole, "calibration": broken}))
-    with pytest.raises(ValueError, match="calibration"):
+    file.write_text(json.dumps(whole | {"more": 1}))
+    assert bench.read_prompts(file) == whole
+    broken = damage if isinstance(damage, list) else whole[part] | damage
+    file.write_text(json.dumps(whole | {part: broken}))
+    with pytest.raises(ValueError, match=words):
         bench.read_prompts(file)
+
+
+def test_a_kind_may_be_left_out_of_both_parts(tmp_path):
+    kinds = {"chat": ["measured"], "quote": ["m"]}, {"chat": ["calibration"], "quote": ["c"]}
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(dict(zip(("measured", "calibration"), kinds))))
+    found = bench.read_prompts(file)
+    assert found["measured"]["chat"] == ["measured"] and found["calibration"]["code"] == []
 
 
 def test_committed_prompts_are_read_and_enough():

@@ -372,6 +372,25 @@ def test_trace_shows_coins_that_decide(say, tmp_path, draft):
     assert out.endswith("\n\n" + say(*options)[1])  # watching changes nothing
 
 
+@pytest.mark.parametrize("rule", ["block", "match"])
+def test_trace_of_the_other_rules_says_where_a_token_came_from(say, tmp_path, rule):
+    draft = str(checkpoint(tmp_path / "draft", seed=1))
+    options = ["--draft", draft, "--seed", "1", "--temperature", "0.5", "-n", "40"]
+    _, out, _ = say("--trace", "--verify", rule, *options)
+    rounds = [part.splitlines() for part in out.split("round ")[1:-1]]
+    assert any("rejected" in line for lines in rounds for line in lines)
+    for heading, *lines in rounds:
+        accepted, proposed = (int(word) for word in heading.split()[1:4:2])
+        verdicts = [line.split("coin")[1].split()[1:] for line in lines if " coin " in line]
+        assert verdicts[:accepted] == [["accepted"]] * accepted
+        corrected = accepted < proposed
+        assert not corrected or verdicts[accepted] in (["rejected"], ["after", "the", "stop"])
+        after = {tuple(words) for words in verdicts[accepted + 1 :]}
+        assert after <= {("dropped",) if rule == "block" else ("not", "reached")}
+        origin = ("p" if rule == "match" else "the residual") if corrected else "p, as the bonus"
+        assert any(line.endswith(f" from {origin}") for line in lines)
+
+
 def test_json_counts_are_those_of_the_trace(say, tmp_path):
     draft = checkpoint(tmp_path / "draft", seed=1)
     options = ["--draft", str(draft), "--seed", "1", "--temperature", "1", "-n", "40"]
