@@ -41,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -425,19 +426,13 @@ class Replay:
 
     def __init__(self, known: Known, target):
         self.tokens, self.states = [*known.prompt, *known.more], known.states
-        self.vocab, self.context = target.vocab, target.context
+        self.target, self.vocab, self.context = target, target.vocab, target.context
         arrays = [a for W in matrices(target) for a in stored(W)]
         sizes = itertools.accumulate(a.nbytes for a in arrays)
         self.passing = [a for a, total in zip(arrays, sizes) if total < 64e6]
 
-    class Cache:
-        length = 0
-
-        def truncate(self, length):
-            self.length = length
-
     def new_cache(self, capacity):
-        cache = self.Cache()
+        cache = self.target.new_cache(capacity)
         cache.states = self.states
         return cache
 
@@ -461,14 +456,13 @@ def rehearse(known: Known, draft, vocab: int) -> list[tuple[int, int]]:
     """
     tokens, start = [*known.prompt, *known.more], len(known.prompt) + 1
     room = [min(MOST_K, len(tokens) - end) for end in range(start, len(tokens))]
-    if type(draft) is minispec.ModelDraft and len(tokens) <= draft.model.context:
+    if reads_text_only(draft) and len(tokens) <= draft.model.context:
         # Its proposals are right up to the first wrong one, so one pass over the text shows them.
         model, ids = draft.model, [min(x, draft.model.vocab - 1) for x in tokens]
         logits = model(ids, model.new_cache(len(ids)), rows=len(known.more))[:-1, :vocab]
         right = (np.argmax(logits, axis=-1) == known.more[1:]).tolist()
         return [(n, right_ones(right[i : i + n])) for i, n in enumerate(room)]
-    seen, law = Replay.Cache(), minispec.sampling_law(0.0, None, 1.0)
-    seen.states = known.states
+    seen, law = SimpleNamespace(states=known.states), minispec.sampling_law(0.0, None, 1.0)
     draft.start(vocab, len(tokens), seen=seen)
     found = []
     for end, n in zip(range(start, len(tokens)), room):
@@ -478,6 +472,11 @@ def rehearse(known: Known, draft, vocab: int) -> list[tuple[int, int]]:
         right = [x == y for x, y in zip(proposals, tokens[end:])]
         found.append((len(proposals), right_ones(right)))
     return found
+
+
+def reads_text_only(draft) -> bool:
+    """True for a model whose proposals follow from the tokens alone."""
+    return type(draft) in (minispec.ModelDraft, minispec.EarlyExit)
 
 
 def right_ones(right: Sequence[bool]) -> int:
@@ -1186,7 +1185,7 @@ class Calibration:
         if key not in self.texts:
             alike = [s for s in self.setups if (s.weights, s.group) == key]
             most = max(s.tokens for s in alike)
-            fast = [s.draft for s in alike if type(s.draft) is not minispec.ModelDraft]
+            fast = [s.draft for s in alike if not reads_text_only(s.draft)]
             target = self.models["int4 batched" if setup.weights == "int4" else "float32"]
             draft = fast[0] if fast else None
             texts = (

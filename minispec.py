@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -292,6 +293,26 @@ class StateDraft(ModelDraft):
         super().keep(min(length, self.cache.known + 1))
 
 
+class EarlyExit(ModelDraft):
+    """The target's own first layers, then its norm and head: no weights and no cache of its own.
+
+    Keys and values of those layers are the target's, so no token is read twice; those of the
+    proposals go where the verification will write the same again. It does start from the first
+    layer: its rows go through the weights together, so the proposals' would be saved for nothing.
+    (Elhoushi et al. 2024, "LayerSkip", arXiv 2404.16710, without its training.)
+    """
+
+    def start(self, vocab, capacity, seen=None):
+        self.vocab, self.seen = vocab, seen
+        self.cache = self.model.borrow_cache(seen)
+
+    def propose(self, tokens, K, law, randomness):
+        if self.seen.length < len(tokens) - 1:
+            return [], []  # before the first pass
+        self.cache.length = self.seen.length
+        return super().propose(tokens, K, law, randomness)
+
+
 class Chain(Drafter):
     """The first of several drafters that has a proposal makes the round's."""
 
@@ -329,27 +350,32 @@ def fit_width(logits, vocab):  # [V of the draft] -> [V of the target]
 
 
 class PromptLookup(Drafter):
-    """The tokens that followed the last occurrence of the current n-gram; q is a point mass.
+    """The tokens that followed an earlier occurrence of the current n-gram; q is a point mass.
 
-    The longest suffix of `longest` to `shortest` tokens that occurred before decides. A copy that
-    reaches the end goes on with what it just proposed. (Saxena 2023, "Prompt Lookup Decoding".)
+    The longest suffix of `longest` to `shortest` tokens that occurred before decides; of several
+    occurrences the last, or with `frequent` the last of those with the most frequent next token. A
+    copy that reaches the end goes on with what it just proposed. What was emitted is indexed as it
+    comes, so a proposal costs no search. (Saxena 2023, "Prompt Lookup Decoding".)
     """
 
     name = "ngram"
 
-    def __init__(self, longest: int = 3, shortest: int = 2):
-        self.sizes = range(longest, shortest - 1, -1)
+    def __init__(self, longest: int = 3, shortest: int = 2, frequent: bool = False):
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"n-grams of {shortest} to {longest} tokens: 1 <= shortest <= longest")
+        self.sizes, self.frequent = range(longest, shortest - 1, -1), frequent
 
     def start(self, vocab, capacity, seen=None):
         self.vocab = vocab
         self.follower: dict[tuple, int] = {}  # n-gram -> position of the token after it
+        self.counts: dict[tuple, int] = {}  # n-gram and the token after it -> occurrences
         self.indexed = 0
 
     def propose(self, tokens, K, law, randomness):
         for end in range(self.indexed, len(tokens)):
             for n in self.sizes:
                 if n <= end:
-                    self.follower[tuple(tokens[end - n : end])] = end
+                    self.note(tuple(tokens[end - n : end]), tokens[end], end)
         self.indexed = len(tokens)
         found = (self.follower.get(tuple(tokens[-n:])) for n in self.sizes if n <= len(tokens))
         at = next((end for end in found if end is not None), None)
@@ -360,6 +386,14 @@ class PromptLookup(Drafter):
             copy.append(copy[at + i])
         proposals = copy[len(tokens) :]
         return proposals, [point_mass(x, self.vocab) for x in proposals]
+
+    def note(self, ngram, x, end):
+        if self.frequent:
+            self.counts[ngram, x] = self.counts.get((ngram, x), 0) + 1
+            if ngram in self.follower and self.counts[ngram, x] < self.counts[ngram, None]:
+                return
+            self.counts[ngram, None] = self.counts[ngram, x]
+        self.follower[ngram] = end
 
 
 def point_mass(x: int, vocab: int) -> np.ndarray:  # -> [V]
@@ -696,7 +730,30 @@ class WatchedRandomness(Randomness):
         return self.coins[-1]
 
 
-DRAFTS = {"none": Drafter, "ngram": PromptLookup}  # and "int4", the target's own 4-bit copy
+def ngram_draft(target, shortest=None, longest=None, frequent=None):
+    return PromptLookup(int(longest or 3), int(shortest or 2), bool(frequent))
+
+
+def int4_draft(target):
+    from model import quantize
+
+    return ModelDraft(quantize(target))
+
+
+def early_draft(target, layers=None):
+    from model import first_layers
+
+    return EarlyExit(first_layers(target, int(layers or target.config.layers // 2)))
+
+
+# Names of drafters that need no files, as patterns -> (target, groups of the pattern) -> drafter.
+DRAFTS = {
+    r"none": lambda target: Drafter(),
+    r"ngram(?::(\d+)-(\d+)(:frequent)?)?": ngram_draft,
+    r"int4": int4_draft,
+    r"early(?::(\d+))?": early_draft,
+}
+FORMS = "none, ngram, ngram:2-3, ngram:2-3:frequent, int4, early, early:15"
 TRAINED = "ngram,weights/draft"  # prompt lookup, and where it finds nothing the trained draft
 
 
@@ -707,9 +764,9 @@ def load_pair(
     """Names as the command line has them -> target model, its tokenizer, drafter.
 
     target: a checkpoint folder or a hub id; None is the default one, fetched when it is not there.
-    draft: "none", "ngram", "int4", or a folder or id with the target's vocabulary; several with
-    commas between them are tried in this order, each round. None is TRAINED where it fits the
-    target, else "ngram". backend: one of model.BACKENDS. quantized: the target in 4 bits.
+    draft: one of FORMS, or a folder or id with the target's vocabulary; several with commas between
+    them are tried in this order, each round. None is TRAINED where it fits the target, else
+    "ngram". backend: one of model.BACKENDS. quantized: the target in 4 bits.
     """
     from model import BACKENDS, Tokenizer, load, quantize
     from weights.fetch import resolve
@@ -728,21 +785,25 @@ def load_pair(
 
 def load_drafter(names: str, target, tokenizer) -> Drafter:
     """A drafter, or a chain of them, for this target, as `load_pair` names them."""
-    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft, quantize
+    drafters = [one_drafter(name, target, tokenizer) for name in names.split(",")]
+    return drafters[0] if len(drafters) == 1 else Chain(drafters)
+
+
+def one_drafter(name: str, target, tokenizer) -> Drafter:
+    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft
     from weights.fetch import resolve
 
-    drafters: list[Drafter] = []
-    for name in names.split(","):
-        if name in DRAFTS:
-            drafters.append(DRAFTS[name]())
-        elif name == "int4":
-            drafters.append(ModelDraft(quantize(target), name))
-        elif is_draft(folder := resolve(name)):
-            drafters.append(StateDraft(load_draft(folder, target), name))
-        else:
-            check_same_vocabulary(tokenizer, Tokenizer(folder))
-            drafters.append(ModelDraft(load(folder, target.backend), name))
-    return drafters[0] if len(drafters) == 1 else Chain(drafters)
+    for pattern, make in DRAFTS.items():
+        if found := re.fullmatch(pattern, name):
+            draft = make(target, *found.groups())
+            draft.name = name
+            return draft
+    if name.split(":")[0] in FORMS.split(", "):
+        raise ValueError(f"--draft {name}: a folder, a hub id, or one of {FORMS}")
+    if is_draft(folder := resolve(name)):
+        return StateDraft(load_draft(folder, target), name)
+    check_same_vocabulary(tokenizer, Tokenizer(folder))
+    return ModelDraft(load(folder, target.backend), name)
 
 
 class Parser(argparse.ArgumentParser):

@@ -431,6 +431,19 @@ def verify_serially(model: Model) -> Model:
     return Model(model.config, model.weights, new, model.block)
 
 
+def first_layers(model: Model, layers: int) -> Model:
+    """The same weights, but the norm and the head follow on the first `layers` layers.
+
+    Raises ValueError unless there is at least one layer, and at least one is left out.
+    """
+    whole = model.config.layers
+    if not 1 <= layers < whole:
+        raise ValueError(f"an early exit is after layer 1 to {whole - 1} of {whole}, not {layers}")
+    weights = model.weights | {"layers": model.weights["layers"][:layers]}
+    config = dataclasses.replace(model.config, layers=layers)
+    return Model(config, weights, model.backend, model.block)
+
+
 # ---------------------------------------------------------------- what a config.json says
 
 
@@ -1230,6 +1243,14 @@ class Model:
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for up to `capacity` tokens."""
         return Cache(self.config, capacity, self.backend)
+
+    def borrow_cache(self, cache: Cache) -> Cache:
+        """A cache in the arrays of another one, of a model that begins with the same layers; its
+        length and its states are its own."""
+        own = self.new_cache(0)
+        own.k, own.v, own.capacity = cache.k, cache.v, cache.capacity
+        own.states = self.backend.xp.zeros_like(cache.states)
+        return own
 
     def __call__(self, tokens: Sequence[int], cache: Cache, rows: int) -> np.ndarray:
         """Logits of the last `rows` tokens, [rows, V], on the host.

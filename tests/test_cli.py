@@ -440,7 +440,7 @@ class Interrupting(minispec.PromptLookup):
 
 
 def test_ctrl_c_ends_with_the_summary(say, tmp_path, monkeypatch):
-    monkeypatch.setitem(minispec.DRAFTS, "ngram", Interrupting)
+    monkeypatch.setattr(minispec, "PromptLookup", Interrupting)
     line = "--draft", "ngram", "--json", str(tmp_path / "out.json"), "-n", "100"
     status, out, error = say(*line)
     data = json.loads((tmp_path / "out.json").read_text())
@@ -456,7 +456,7 @@ class Slow(minispec.Drafter):
     def propose(self, *context):
         time.sleep(0.02)
         return [], []
-minispec.DRAFTS["none"] = Slow
+minispec.DRAFTS["none"] = lambda target: Slow()
 sys.exit(minispec.main(sys.argv[1:]))
 """
 
@@ -493,7 +493,7 @@ def raise_interrupt(*args, **kwargs):
 
 @pytest.mark.parametrize("place", ["pass", "rule"])
 def test_ctrl_c_in_the_first_round_leaves_a_whole_json(say, tmp_path, monkeypatch, place):
-    monkeypatch.setitem(minispec.DRAFTS, "none", SlowDraft)
+    monkeypatch.setitem(minispec.DRAFTS, "none", lambda target: SlowDraft())
     if place == "pass":
         monkeypatch.setattr(model.Model, "__call__", raise_interrupt)
     else:
