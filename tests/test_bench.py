@@ -121,6 +121,7 @@ DRAFTERS = {
     "lookup": lambda target: minispec.PromptLookup(),
     "itself": lambda target: minispec.ModelDraft(target),
     "int4": lambda target: minispec.load_drafter("int4", target, None),
+    "early": lambda target: minispec.load_drafter("early:1", target, None),
     "states": state_draft,
     "chain": lambda target: minispec.Chain([minispec.PromptLookup(), state_draft(target)]),
 }

@@ -254,6 +254,112 @@ def test_only_the_heads_tokens_are_proposed(pair):
     assert proposed <= known and len(proposed) > 5
 
 
+# --- early exit ---------------------------------------------------------------------------------
+
+
+class CheckedExit(minispec.EarlyExit):
+    """Compares every q with a pass of the first layers from scratch, and counts them."""
+
+    def propose(self, tokens, K, law, randomness):
+        proposals, q = super().propose(tokens, K, law, randomness)
+        for i, given in enumerate(q):
+            text = tokens + proposals[:i]
+            fresh = self.model(text, self.model.new_cache(len(text)), rows=1)[0]
+            assert np.abs(given - law(fresh)).max() < 1e-10
+            self.compared = getattr(self, "compared", 0) + 1
+        return proposals, q
+
+
+def test_an_early_exit_proposes_what_the_first_layers_say():
+    target = small_target()
+    draft = CheckedExit(model.first_layers(target, 1))
+    options = dict(max_new_tokens=30, temperature=3.0)
+    for temperature in 3.0, 1e4:  # at the second nearly everything is accepted
+        options["temperature"] = temperature
+        rounds = list(
+            minispec.generate(
+                target, PROMPT, draft, 3, randomness=minispec.Randomness(1), **options
+            )
+        )
+        assert rounds[0].proposals == [] and len(rounds[1].proposals) == 3
+    assert any(r.accepted == 3 for r in rounds) and draft.compared > 30
+
+
+def test_what_an_early_exit_leaves_in_the_targets_cache_is_never_read():
+    target, seen = small_target(), []
+
+    def remember(capacity, new_cache=target.new_cache):
+        seen.append(new_cache(capacity))
+        return seen[-1]
+
+    target.new_cache = remember
+    draft = minispec.EarlyExit(model.first_layers(target, 1))
+    tokens = list(PROMPT)
+    for r in minispec.generate(target, PROMPT, draft, 3, max_new_tokens=20, temperature=3.0,
+                               randomness=minispec.Randomness(4)):  # fmt: skip
+        tokens += r.tokens
+        fresh = model.Cache(target.config, len(tokens), target.backend)
+        target(tokens[:-1], fresh, rows=1)
+        n = seen[0].length
+        assert n == fresh.length == len(tokens) - 1
+        for ours, theirs in ((seen[0].v, fresh.v), (seen[0].states[None, None], fresh.states)):
+            assert np.abs(ours[:, :, :n] - theirs[..., :n, :]).max() < 1e-10
+
+
+@pytest.mark.parametrize("rule", minispec.RULES)
+def test_the_output_law_with_an_early_exit_is_the_targets(rule):
+    target = small_target()
+    options = dict(max_new_tokens=3, temperature=4.0, top_k=2)
+    plain = law_of(
+        lambda r: tuple(minispec.autoregressive(target, PROMPT, randomness=r, **options))
+    )
+
+    def text(randomness):
+        draft = minispec.EarlyExit(model.first_layers(target, 1))
+        rounds = minispec.generate(
+            target, PROMPT, draft, 2, randomness=randomness, verify=minispec.RULES[rule], **options
+        )
+        return tuple(x for r in rounds for x in r.tokens)
+
+    assert distance(law_of(text), plain) < 1e-12
+
+
+@pytest.mark.parametrize("layers", [0, 2, 9])
+def test_an_exit_that_leaves_out_nothing_or_all_is_refused(layers):
+    with pytest.raises(ValueError, match=f"after layer 1 to 1 of 2, not {layers}"):
+        model.first_layers(small_target(), layers)
+
+
+@pytest.mark.parametrize(
+    "name", ["early", "early:1", "ngram:1-3", "ngram:2-2:frequent", "ngram,early", "int4"]
+)
+def test_drafters_without_files_by_their_names(folders, capsys, name):
+    texts = []
+    for draft in ("none", name):
+        line = ["--target", str(folders[0]), "--draft", draft, "-n", "20", "hello hello"]
+        assert minispec.main(line) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    target = model.load(folders[0])
+    assert minispec.load_drafter(name, target, None).name == name
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("early:0", "early exit is after layer 1"),
+        ("early:x", "one of none, ngram"),
+        ("ngram:3", "one of none, ngram"),
+        ("ngram:3-2", "shortest <= longest"),
+        ("int4:8", "one of none, ngram"),
+    ],
+)
+def test_names_that_nearly_fit_are_one_clear_line(folders, capsys, name, words):
+    assert minispec.main(["--target", str(folders[0]), "--draft", name, "hello"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 # --- chains -------------------------------------------------------------------------------------
 
 

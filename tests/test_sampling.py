@@ -339,3 +339,34 @@ def test_prompt_lookup_copies_what_followed_the_longest_suffix(tokens, prompt, K
         draft.keep(length)
         assert proposals == lookup(tokens[:length], K, *sizes)
         assert [row.tolist() for row in q] == [[float(x == i) for i in range(3)] for x in proposals]
+
+
+def frequent_lookup(tokens, K, longest, shortest):
+    """The same, at the latest place whose next token follows that suffix most often."""
+    for n in range(longest, shortest - 1, -1):
+        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[-n:]]
+        if ends:
+            followers = [tokens[e] for e in ends]
+            most = max(map(followers.count, followers))
+            at = max(e for e in ends if followers.count(tokens[e]) == most)
+            copy = list(tokens)
+            for i in range(K):
+                copy.append(copy[at + i])
+            return copy[len(tokens) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=25), st.integers(0, 4))
+def test_frequent_lookup_copies_after_the_most_frequent_next_token(tokens, K):
+    draft = minispec.PromptLookup(longest=3, shortest=1, frequent=True)
+    draft.start(vocab=3, capacity=64)
+    for length in range(1, len(tokens) + 1):
+        proposals, q = draft.propose(tokens[:length], K, law=None, randomness=None)
+        assert proposals == frequent_lookup(tokens[:length], K, 3, 1)
+        assert [row.tolist() for row in q] == [np.eye(3)[x].tolist() for x in proposals]
+
+
+@pytest.mark.parametrize("longest, shortest", [(0, 0), (2, 3), (3, -1)])
+def test_sizes_of_n_grams_that_make_no_sense_are_refused(longest, shortest):
+    with pytest.raises(ValueError, match="1 <= shortest <= longest"):
+        minispec.PromptLookup(longest, shortest)
