@@ -25,9 +25,11 @@ beam search, repetition penalties.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -334,6 +336,69 @@ class Chain(Drafter):
     @property
     def cached(self):
         return max(d.cached for d in self.drafters)
+
+
+class AdaptiveK(Drafter):
+    """Gives another drafter, each round, the K that yields most tokens for its time; 0 is one too.
+
+    tokens(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K,    time(K) = K c + v(K+1)
+
+    a_i, the chance of proposal i after those before it were accepted, is counted as the text goes
+    on, the latest rounds most. Where K = 0 is best, a probe of one proposal is made once it costs
+    no more than PROBE of the time since the last; none where even perfect acceptance would not pay.
+    K follows from earlier rounds alone, before a proposal is drawn, so the law is the target's.
+
+    v    times of target passes over 1, 2, ... rows, as many as the largest K, and one more
+    c    time of a proposal, in the same unit (`measured_costs` gives both)
+    """
+
+    PRIOR, WEIGHT, MEMORY, PROBE = 0.6, 2.0, 0.95, 0.02
+
+    def __init__(self, inner: Drafter, v: Sequence[float], c: float):
+        self.inner, self.v, self.c, self.name = inner, v, c, inner.name
+
+    def start(self, vocab, capacity, seen=None):
+        self.inner.start(vocab, capacity, seen)
+        self.reached, self.accepted = np.zeros((2, len(self.v) - 1))  # counts by position
+        self.proposed, self.idle = 0, 0.0  # proposals of this round; time since there were any
+
+    def propose(self, tokens, K, law, randomness):
+        self.length = len(tokens)
+        proposals, q = self.inner.propose(tokens, min(K, self.best_K()), law, randomness)
+        self.proposed = len(proposals)
+        self.idle = 0.0 if proposals else self.idle + self.v[0]
+        return proposals, q
+
+    def keep(self, length):
+        self.inner.keep(length)
+        if self.proposed:  # this round's proposals were of this drafter
+            n = min(self.proposed, length - self.length)
+            self.reached, self.accepted = self.MEMORY * self.reached, self.MEMORY * self.accepted
+            self.reached[: min(n + 1, self.proposed)] += 1
+            self.accepted[:n] += 1
+        self.proposed = 0
+
+    def best_K(self) -> int:
+        gains = self.gains(self.alpha())
+        price = (self.c + self.v[1]) / self.v[0] - 1
+        worth = np.max(self.gains(np.ones(len(self.v) - 1))) > gains[0]
+        if np.argmax(gains) == 0 and worth and price * self.v[0] <= self.PROBE * self.idle:
+            return 1
+        return int(np.argmax(gains))
+
+    def gains(self, alpha) -> np.ndarray:  # [largest K] -> tokens over time of K = 0, 1, ...
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(alpha))])
+        return tokens / (self.c * np.arange(len(self.v)) + self.v)
+
+    def alpha(self) -> np.ndarray:  # [largest K]
+        # A position that was seldom reached is taken to be like all of them together.
+        w = self.WEIGHT
+        of_all = (self.accepted.sum() + w * self.PRIOR) / (self.reached.sum() + w)
+        return (self.accepted + w * of_all) / (self.reached + w)
+
+    @property
+    def cached(self):
+        return self.inner.cached
 
 
 def fit_width(logits, vocab):  # [V of the draft] -> [V of the target]
@@ -806,6 +871,47 @@ def one_drafter(name: str, target, tokenizer) -> Drafter:
     return ModelDraft(load(folder, target.backend), name)
 
 
+LARGEST_K = 8  # of -K auto
+
+
+def adaptive(draft: Drafter, target, prompt: Sequence[int]) -> Drafter:
+    """The same drafter, or each of a chain, with a K of its own every round."""
+    if isinstance(draft, Chain):
+        return Chain([adaptive(d, target, prompt) for d in draft.drafters])
+    return AdaptiveK(draft, *measured_costs(target, draft, prompt))
+
+
+def measured_costs(target, draft: Drafter, prompt: Sequence[int], repeats: int = 3):
+    """Seconds of target passes over 1 to LARGEST_K + 1 rows [LARGEST_K + 1], and of a proposal.
+
+    Medians, timed after the prompt's last tokens. Another moment gives other times, so with -K auto
+    a seed does not repeat a run.
+    """
+    text = (list(prompt[-256:]) * (LARGEST_K + 2))[: max(len(prompt[-256:]), LARGEST_K + 2)]
+    cache = target.new_cache(len(text))
+    times = [[] for _ in range(LARGEST_K + 1)]
+    for _, rows in itertools.product(range(repeats + 1), range(1, LARGEST_K + 2)):
+        cache.truncate(max(0, cache.length - rows))
+        times[rows - 1].append(seconds_of(target, text, cache, rows=rows)[0])
+    cache.truncate(len(text) - 1)
+    draft.start(target.vocab, len(text) + LARGEST_K, seen=cache)
+    greedy = sampling_law(0.0, None, 1.0)
+    for _ in range(2):  # the second time it has read the prompt
+        spent, made = seconds_of(draft.propose, text, LARGEST_K, greedy, Randomness(0))
+        draft.keep(len(text) - 1)
+    return [statistics.median(t[1:]) for t in times], spent / max(1, len(made[0]))
+
+
+def seconds_of(function, *args, **options):
+    started = time.perf_counter()
+    result = function(*args, **options)
+    return time.perf_counter() - started, result
+
+
+def proposals_a_round(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
@@ -819,7 +925,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--draft", metavar="DIR_OR_ID|ngram|int4|none",
         help=f"several with commas are tried in turn (default {TRAINED}, if it fits the target)",
     )  # fmt: skip
-    say.add_argument("-K", type=int, default=4, help="proposals a round (default %(default)s)")
+    say.add_argument(
+        "-K", type=proposals_a_round, default=4, metavar="K|auto",
+        help="proposals a round (default %(default)s); auto: as many as pay",
+    )  # fmt: skip
     say.add_argument("-n", type=int, default=128, help="most tokens to emit (default %(default)s)")
     say.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     say.add_argument("--top-k", type=int, metavar="N")
@@ -885,10 +994,14 @@ def answer_prompt(args: argparse.Namespace):
     quantized = args.quantize == "int4"
     target, tokenizer, draft = load_pair(args.target, args.draft, quantized=quantized)
     prompt = prompt_ids(args, tokenizer)
+    K = args.K
+    if K == "auto":
+        check_request(target, prompt, 0, args.n)
+        draft, K = adaptive(draft, target, prompt), LARGEST_K
     randomness = WatchedRandomness(args.seed)
     printer = Tracer(tokenizer, randomness.coins, args.verify) if args.trace else Printer(tokenizer)
     answer = run(
-        target, prompt, draft, args.K, show=printer.show, max_new_tokens=args.n,
+        target, prompt, draft, K, show=printer.show, max_new_tokens=args.n,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, stop=tokenizer.stop,
         randomness=randomness, verify=RULES[args.verify],
     )  # fmt: skip

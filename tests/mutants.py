@@ -667,6 +667,31 @@ MUTANTS = [
         "test_quantize:check_serial_is_one_row_at_a_time",
         "model.py",
     ),
+    # --- K by itself, and what lookup copies
+    Mutant(
+        "an adaptive K that counts the correction as accepted",
+        "n = min(self.proposed, length - self.length)",
+        "n = min(self.proposed, length - self.length + 1)",
+        "test_adaptive:test_the_best_K_by_hand",
+    ),
+    Mutant(
+        "an adaptive K that does not roll its drafter back",
+        "        self.inner.keep(length)\n        if self.proposed",
+        "        if self.proposed",
+        "test_adaptive:test_joint_law_of_a_few",
+    ),
+    Mutant(
+        "a drafter that learns from another's proposals",
+        "            self.accepted[:n] += 1\n        self.proposed = 0",
+        "            self.accepted[:n] += 1",
+        "test_adaptive:test_only_the_drafter_that_proposed_learns",
+    ),
+    Mutant(
+        "of equally frequent continuations the first",
+        "self.counts[ngram, x] < self.counts[ngram, None]",
+        "self.counts[ngram, x] <= self.counts[ngram, None]",
+        "test_sampling:test_frequent_lookup_by_hand",
+    ),
 ]
 
 

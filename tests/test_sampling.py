@@ -356,6 +356,15 @@ def frequent_lookup(tokens, K, longest, shortest):
     return []
 
 
+def test_frequent_lookup_by_hand():
+    draft = minispec.PromptLookup(longest=1, shortest=1, frequent=True)
+    draft.start(vocab=6, capacity=64)
+    propose = lambda tokens: draft.propose(tokens, 1, law=None, randomness=None)[0]  # noqa: E731
+    assert propose([1, 2, 1]) == [2]
+    assert propose([1, 2, 1, 3, 1]) == [3]  # once each: the latest
+    assert propose([1, 2, 1, 3, 1, 2, 1, 4, 1]) == [2]  # 2 twice, 4 once
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=25), st.integers(0, 4))
 def test_frequent_lookup_copies_after_the_most_frequent_next_token(tokens, K):
     draft = minispec.PromptLookup(longest=3, shortest=1, frequent=True)
