@@ -368,8 +368,8 @@ MUTANTS = [
     ),
     Mutant(
         "lookup keeps the first occurrence",
-        "self.follower[tuple(tokens[end - n : end])] = end",
-        "self.follower.setdefault(tuple(tokens[end - n : end]), end)",
+        "        self.follower[ngram] = end",
+        "        self.follower.setdefault(ngram, end)",
         LOOKUP_BY_HAND,
     ),
     Mutant(
@@ -678,7 +678,7 @@ MUTANTS = [
         "an adaptive K that does not roll its drafter back",
         "        self.inner.keep(length)\n        if self.proposed",
         "        if self.proposed",
-        "test_adaptive:test_joint_law_of_a_few",
+        "test_adaptive:test_its_drafter_is_rolled_back",
     ),
     Mutant(
         "a drafter that learns from another's proposals",

@@ -124,9 +124,17 @@ def test_the_joint_law(rule, chained):
         assert distance(law_of(text), exact_law(p, (0, 1), 5, stop)) < 1e-12
 
 
-def test_joint_law_of_a_few():
-    # Quick: mutants.py asks it over and over.
-    test_the_joint_law("token", chained=True)
+def test_its_drafter_is_rolled_back():
+    p, q = (random_rows(seed, 4) for seed in (1, 2))
+    draft = minispec.AdaptiveK(minispec.ModelDraft(Toy(q, 4)), V, 0.01)
+    rounds = list(
+        minispec.generate(
+            Toy(p, 4), (0, 1), draft, 8, max_new_tokens=40, temperature=1.0,
+            randomness=minispec.Randomness(1),
+        )
+    )  # fmt: skip
+    assert any(r.accepted < len(r.proposals) - 1 for r in rounds)
+    assert all(r.cached[1] <= r.cached[0] for r in rounds)
 
 
 def test_only_the_drafter_that_proposed_learns():
