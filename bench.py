@@ -6,6 +6,7 @@
     python bench.py --pair TARGET DRAFT  # one configuration: two models of yours
     python bench.py --compare A.json B.json
     python bench.py --verification       # only v(T): BLAS's own way against tiles
+    python bench.py --lossless           # samples of every way to draft and verify, tested, an hour
 
 The configurations are those of "Lossless but Not Free" (arXiv 2607.17283), the study below.
 
@@ -858,6 +859,176 @@ def timed_prefill(target) -> float:
     return timed_pass(target, tokens, target.new_cache(length), 1)
 
 
+# ---------------------------------------------------------------- is it lossless?
+
+# Level 4 of the tests, on the real pair: samples of plain decoding and of every way to draft and to
+# verify, compared as whole continuations. Seeds and sizes stand here, and there is one run.
+
+
+class Method(NamedTuple):
+    """A way to sample: its name in the table, and what `run` needs for it."""
+
+    name: str
+    draft: str
+    verify: str = "token"
+    K: int | str = 4
+    temperature: float = 1.0
+    texts: int = 20  # continuations of each prompt
+
+
+SAMPLED, PERMUTATIONS = 46, 9999  # tokens a text
+FEWER = 5  # texts of what is slow or much like another way
+PLAINLY = Method("plain decoding", "none", K=0)  # what the others are compared with
+AGAIN = Method("plain decoding again", "none", K=0)
+OTHER = Method("control: temperature 1.2", "none", K=0, temperature=1.2, texts=FEWER)
+NEAR_TIE = 1e-4  # between two logits: rounding may decide
+
+
+def methods(draft: str | None) -> list[Method]:
+    """Each rule with the default draft and each drafter with `token`; or each rule with `draft`."""
+    default = draft or minispec.TRAINED
+    found = [Method(f"{rule}, {default}", default, rule) for rule in minispec.RULES]
+    if draft is None:
+        found += [Method(f"token, {name}", name) for name in ("weights/draft", "ngram")]
+        found += [Method(f"token, {default}, -K auto", default, K="auto")]
+        rest = "ngram:2-3:frequent", "early:15", "int4"
+        found += [Method(f"token, {name}", name, texts=FEWER) for name in rest]
+    return [*found, AGAIN, OTHER]
+
+
+def permutation_p(ours, plain, permutations: int = PERMUTATIONS, seed: int = 0) -> float:
+    """P(two samples of one law differ at least as much): lists, one per prompt, of [texts, tokens].
+
+    The difference is a sum over prompts and tokens of (share in ours - share in plain)^2 / count.
+    Tokens of one text depend on each other, so whole texts change sides, within their prompt.
+    """
+    rng, observed, permuted = np.random.default_rng(seed), 0.0, np.zeros(permutations)
+    for a, b in zip(ours, plain, strict=True):
+        texts = [*a, *b]
+        ids, where = np.unique(np.concatenate(texts), return_inverse=True)
+        counts = np.zeros((len(texts), len(ids)))
+        np.add.at(counts, (np.repeat(np.arange(len(texts)), [len(t) for t in texts]), where), 1)
+        side = np.repeat([1 / len(a), -1 / len(b)], [len(a), len(b)])
+        sides = rng.permuted(np.tile(side, (permutations, 1)), axis=1)
+        weights = 1 / counts.sum(0)
+        observed += (side @ counts) ** 2 @ weights
+        permuted += (sides @ counts) ** 2 @ weights
+    # subtle: equal sums may be added in another order, so "at least" needs a little room
+    return (1 + int(np.sum(permuted >= observed * (1 - 1e-12)))) / (permutations + 1)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values corrected for being several, step down. (Holm 1979.)
+
+    >>> [round(p, 3) for p in holm([0.01, 0.5, 0.02])]
+    [0.03, 0.5, 0.04]
+    """
+    corrected, least = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        least = max(least, min(1.0, (len(ps) - rank) * ps[i]))
+        corrected[i] = least
+    return corrected
+
+
+def first_gap(target, prompt, ours, plain) -> float | None:
+    """Between the logits of the first two tokens that differ; None: all are equal."""
+    if ours == plain:
+        return None
+    at = next((i for i, (x, y) in enumerate(zip(ours, plain)) if x != y), None)
+    if at is None:  # one is shorter: that is no tie
+        return math.inf
+    logits = target([*prompt, *plain[:at]], target.new_cache(len(prompt) + at), rows=1)[0]
+    return float(abs(logits[ours[at]] - logits[plain[at]]))
+
+
+class Sampler:
+    """Texts of a method after each prompt, each with a seed of its own; ticks after every text."""
+
+    def __init__(self, target, tokenizer, prompts: list[list[int]], tick):
+        self.target, self.tokenizer, self.prompts, self.tick = target, tokenizer, prompts, tick
+        self.drafter = functools.cache(self.make_drafter)
+        self.seeds = itertools.count()
+
+    def make_drafter(self, name: str, K, prompt: tuple):
+        draft = minispec.load_drafter(name, self.target, self.tokenizer)
+        return draft if K != "auto" else minispec.adaptive(draft, self.target, prompt)
+
+    def __call__(self, method: Method, texts: int, temperature: float) -> list[list]:
+        return [[self.answer(method, p, temperature) for _ in range(texts)] for p in self.prompts]
+
+    def answer(self, method: Method, prompt: list[int], temperature: float):
+        key = tuple(prompt) if method.K == "auto" else ()
+        answer = run(
+            self.target, prompt, self.drafter(method.draft, method.K, key),
+            minispec.LARGEST_K if method.K == "auto" else method.K,
+            temperature=temperature, max_new_tokens=SAMPLED, verify=minispec.RULES[method.verify],
+            randomness=minispec.Randomness(next(self.seeds)),
+        )  # fmt: skip
+        self.tick()
+        return finished(answer)
+
+
+def lossless(args: argparse.Namespace) -> int:
+    """Prints the table; 1 when a way does not pass."""
+    minispec.check_writable(args.json)
+    target, tokenizer, _ = minispec.load_pair(args.target, "none", backend=args.backend)
+    texts = by_group(read_prompts(args.prompts)["measured"], 2).values()
+    prompts = [tokenizer.chat(text) for some in texts for text in some]
+    less = 10 if args.quick else 1
+    ways = [m._replace(texts=max(2, m.texts // less)) for m in (PLAINLY, *methods(args.draft))]
+
+    samples, greedy, seconds = [], [], []
+    with progress("sampling", len(prompts) * sum(m.texts + 1 for m in ways)) as bar:
+        sampler = Sampler(target, tokenizer, prompts, lambda: bar.update(1))
+        for m in ways:
+            started = time.perf_counter()
+            samples.append(sampler(m, m.texts, m.temperature))
+            greedy.append([a.tokens for (a,) in sampler(m, 1, 0.0)])
+            seconds.append(time.perf_counter() - started)
+
+    ids = lambda answers: [[a.tokens for a in some] for some in answers]  # noqa: E731
+    table = []
+    for m, found, best, spent in zip(ways, samples, greedy, seconds):
+        gaps = [first_gap(target, *texts) for texts in zip(prompts, best, greedy[0])]
+        rounds = [r for some in found for answer in some for r in answer.rounds]
+        wrong = sum(gap is not None and gap > NEAR_TIE for gap in gaps)
+        tokens = sum(len(r.tokens) for r in rounds)
+        table.append(dict(
+            method=m.name, tokens=tokens, tokens_per_round=tokens / len(rounds),
+            p=permutation_p(ids(found), ids(samples[0])),
+            greedy_equal=gaps.count(None), greedy_wrong=wrong,
+            near_ties=len(gaps) - gaps.count(None) - wrong, seconds=spent,
+        ))  # fmt: skip
+    return judge(args, table[1:])
+
+
+def judge(args: argparse.Namespace, table: list[dict]) -> int:
+    """The table with Holm's correction, on stdout and in --json; 1 when a way does not pass."""
+    *tested, _, control = table
+    for row, p in zip(tested, holm([row["p"] for row in tested])):
+        row["holm"] = p
+    print(f"{'way to sample':34} tokens tok/round      p Holm p  greedy: same near-tie other    s")
+    for t in table:
+        print(
+            f"{t['method']:34.34} {t['tokens']:6} {t['tokens_per_round']:9.2f} {t['p']:6.4f} "
+            f"{figure(t.get('holm'), '6.4f')} {t['greedy_equal']:13} {t['near_ties']:8} "
+            f"{t['greedy_wrong']:5} {t['seconds']:4.0f}"
+        )
+    if args.json:
+        report = dict(version=minispec.__version__, machine=machine(), permutations=PERMUTATIONS,
+                      near_tie=NEAR_TIE, quick=args.quick, lossless=table)  # fmt: skip
+        minispec.write_json(args.json, rounded(report))
+    failed = [t["method"] for t in table if t["greedy_wrong"]]
+    failed += [t["method"] for t in tested if t["holm"] <= 0.01]
+    if not args.quick and control["p"] > 0.01:
+        failed.append(f"the test itself, which did not notice the {control['method']}")
+    if failed:
+        print(f"Not the target's distribution: {'; '.join(failed)}")
+        return 1
+    print("Every way samples from the target: no Holm-corrected p <= 0.01; greedy answers agree.")
+    return 0
+
+
 # ---------------------------------------------------------------- tables
 
 HEADER = " K tokens Eq.(1)  rows v(K+1)     c overhead predicted measured  % accepted at 1..K"
@@ -1331,12 +1502,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     say.add_argument("--plot", metavar="FILE", help="draw them: .png or .svg")
     say.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="two runs, in turn")
     say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
+    say.add_argument("--lossless", action="store_true", help="only test: is the law the target's?")
     return minispec.guard("bench.py", lambda: dispatch(say, say.parse_args(argv)))
 
 
 def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
     given = {name for name, value in vars(args).items() if value != say.get_default(name)}
-    for alone, with_it in ("compare", set()), ("verification", {"target", "json"}):
+    for alone, with_it in (
+        ("compare", set()), ("verification", {"target", "json"}),
+        ("lossless", {"target", "draft", "backend", "prompts", "json", "quick"}),
+    ):  # fmt: skip
         if alone in given and given - with_it - {alone}:
             others = ", ".join(f"--{name}" for name in sorted(given - with_it - {alone}))
             raise ValueError(f"--{alone} has no use for {others}: leave it out")
@@ -1346,7 +1521,9 @@ def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
         args.target, args.draft = args.pair
     if args.compare:
         return compare(args.compare)
-    return verification(args) if args.verification else bench(args)
+    if args.verification:
+        return verification(args)
+    return lossless(args) if args.lossless else bench(args)
 
 
 if __name__ == "__main__":
