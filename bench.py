@@ -908,9 +908,9 @@ def permutation_p(ours, plain, permutations: int = PERMUTATIONS, seed: int = 0) 
         ids, where = np.unique(np.concatenate(texts), return_inverse=True)
         counts = np.zeros((len(texts), len(ids)))
         np.add.at(counts, (np.repeat(np.arange(len(texts)), [len(t) for t in texts]), where), 1)
-        side = np.repeat([1 / len(a), -1 / len(b)], [len(a), len(b)])
+        side = np.repeat([len(b), -len(a)], [len(a), len(b)])  # whole numbers: equal is equal
         sides = rng.permuted(np.tile(side, (permutations, 1)), axis=1)
-        weights = 1 / counts.sum(0)
+        weights = 1 / counts.sum(0) / (len(a) * len(b)) ** 2
         observed += (side @ counts) ** 2 @ weights
         permuted += (sides @ counts) ** 2 @ weights
     # subtle: equal sums may be added in another order, so "at least" needs a little room
