@@ -273,6 +273,46 @@ class ModelDraft(Drafter):
         return self.cache.length
 
 
+class TranslatedDraft(ModelDraft):
+    """A model with another tokenizer: it proposes only tokens that both vocabularies have, and
+    reads the others spelled in its own. (Timor et al. 2025, token-level intersection.)
+
+    shared  {target's id: the model's id of the same bytes}
+    spell   target's id -> the model's ids that stand for it
+    """
+
+    def __init__(self, model, shared: dict[int, int], spell: Callable, name: str = "translated"):
+        super().__init__(model, name)
+        self.shared, self.spell = shared, spell
+
+    def start(self, vocab, capacity, seen=None):
+        super().start(vocab, 2 * capacity, seen)  # text that takes even more is not drafted for
+        self.ends = [0]  # [i] = the model's tokens in the target's first i
+        # subtle: a tokenizer may name ids that its model has no row for.
+        pairs = [(x, y) for x, y in self.shared.items() if x < vocab and y < self.model.vocab]
+        self.ours, self.theirs = (list(ids) for ids in zip(*pairs))
+
+    def propose(self, tokens, K, law, randomness):
+        read = [[y for y in self.spell(x) if y < self.model.vocab] for x in tokens]
+        self.ends = [0, *itertools.accumulate(map(len, read))]
+        known = list(itertools.chain.from_iterable(read))
+        K = min(K, self.cache.capacity - len(known) + 1) if known else 0
+        # subtle: a token that cannot be spelled adds nothing, and a pass must have one to read.
+        self.cache.truncate(min(self.cache.length, max(0, len(known) - 1)))
+        proposals, q = [], []
+        for _ in range(K):
+            logits = np.full(self.vocab, -np.inf)
+            logits[self.ours] = self.model(known, self.cache, rows=1)[0][self.theirs]
+            q.append(law(logits))  # subtle: filtered after the restriction, so that q is a law
+            proposals.append(randomness.categorical(q[-1]))
+            known.append(self.shared[proposals[-1]])
+            self.ends.append(len(known))
+        return proposals, q
+
+    def keep(self, length):
+        super().keep(self.ends[min(length, len(self.ends) - 1)])
+
+
 class StateDraft(ModelDraft):
     """A small model that also reads the target's states of the verified tokens, and while drafting
     its own guesses of them. (Li et al. 2024, "EAGLE".)"""
@@ -855,7 +895,7 @@ def load_drafter(names: str, target, tokenizer) -> Drafter:
 
 
 def one_drafter(name: str, target, tokenizer) -> Drafter:
-    from model import Tokenizer, check_same_vocabulary, is_draft, load, load_draft
+    from model import Tokenizer, is_draft, load, load_draft, same_vocabulary, translation
     from weights.fetch import resolve
 
     for pattern, make in DRAFTS.items():
@@ -867,8 +907,10 @@ def one_drafter(name: str, target, tokenizer) -> Drafter:
         raise ValueError(f"--draft {name}: a folder, a hub id, or one of {FORMS}")
     if is_draft(folder := resolve(name)):
         return StateDraft(load_draft(folder, target), name)
-    check_same_vocabulary(tokenizer, Tokenizer(folder))
-    return ModelDraft(load(folder, target.backend), name)
+    if same_vocabulary(tokenizer, theirs := Tokenizer(folder)):
+        return ModelDraft(load(folder, target.backend), name)
+    shared, spell = translation(tokenizer, theirs)
+    return TranslatedDraft(load(folder, target.backend), shared, spell, name)
 
 
 LARGEST_K = 8  # of -K auto

@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -1054,16 +1055,81 @@ def _template_box():
     return box
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer):
-    """Raises ValueError unless both tokenizers give every id the same string."""
-    ours, theirs = target.inner.get_vocab(), draft.inner.get_vocab()
-    if ours != theirs:
-        ids = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+def same_vocabulary(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    """True if both give every id the same string."""
+    return ours.inner.get_vocab() == theirs.inner.get_vocab()
+
+
+ENOUGH_SHARED = 0.1  # of the target's tokens; a draft that can say fewer is of no use
+
+
+def translation(target: Tokenizer, draft: Tokenizer) -> tuple[dict[int, int], Callable]:
+    """What two tokenizers share, {target's id: draft's id}, and target's id -> the draft's ids that
+    spell it: the longest token first, as far as the draft has its bytes.
+
+    Raises ValueError where they share too little.
+    """
+    ours, theirs = token_bytes(target), {}
+    for i, text in token_bytes(draft).items():
+        theirs.setdefault(text, i)
+    # Of two ids with the same bytes the first is the one that its tokenizer uses.
+    first = {text: i for i, text in reversed(ours.items())}
+    shared = {i: theirs[text] for text, i in first.items() if text in theirs}
+    if len(shared) < ENOUGH_SHARED * len(ours):
         raise ValueError(
-            f"draft and target have different vocabularies ({len(theirs)} and {len(ours)} tokens; "
-            f"they first differ at id {ids[0][1]}): choose a draft with the target's tokenizer, "
-            "or --draft ngram"
+            f"draft and target have different vocabularies, with {len(shared)} of the target's "
+            f"{len(ours)} tokens in common ({len(shared) / len(ours):.1%}), which is too few to "
+            "draft with: choose a draft with the target's tokenizer, or --draft ngram"
         )
+    longest = max(map(len, theirs))
+
+    @cache
+    def spell(x: int) -> tuple[int, ...]:
+        if x in shared:
+            return (shared[x],)
+        ids, text = [], ours.get(x, b"").removeprefix(SPECIAL)
+        while text:
+            sizes = range(min(longest, len(text)), 0, -1)
+            size = next((n for n in sizes if text[:n] in theirs), 0)
+            ids += [theirs[text[:size]]] if size else []
+            text = text[max(1, size) :]
+        return tuple(ids)
+
+    return shared, spell
+
+
+SPECIAL = b"\0special "  # before the name of a token that no plain text has
+
+
+def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Of every id the bytes it stands for. Vocabularies write them in two ways: one character for
+    each byte (GPT-2), or text with a mark for the space and <0x0A> for a byte (SentencePiece).
+    """
+    decoder = str(json.loads(tokenizer.inner.to_str()).get("decoder"))
+    read = partial(_from_alphabet, _byte_alphabet()) if "ByteLevel" in decoder else _from_pieces
+    added = tokenizer.inner.get_added_tokens_decoder()
+    found = {}
+    for token, i in sorted(tokenizer.inner.get_vocab().items(), key=lambda item: item[1]):
+        mark = SPECIAL if i in added and added[i].special else b""
+        found[i] = mark + (token.encode() if i in added else read(token))
+    return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's character of each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in seen]
+    return {chr(b): b for b in seen} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def _from_alphabet(alphabet: dict[str, int], token: str) -> bytes:
+    return bytes(alphabet[c] for c in token) if set(token) <= set(alphabet) else token.encode()
+
+
+def _from_pieces(token: str) -> bytes:
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 # ---------------------------------------------------------------- KV cache

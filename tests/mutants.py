@@ -45,6 +45,9 @@ ONE_MODEL = "test_cache:test_cached_equals_recomputed_for_one_model"
 TWO_MODELS = "test_cache:test_each_way_and_no_later_token_for_two_models"
 DEFINITION = "test_draft:test_the_definition_for_one_pair"
 BLOCK_LAW = "test_exact:test_joint_law_of_a_few_by_block"
+TRANSLATED = (
+    "test_translated:test_q_is_the_drafts_law_on_the_spelled_text_restricted_and_renormalised"
+)
 PACKED = "test_quantize:check_groups_and_halves"
 SMALL_SAMPLE = "test_montecarlo:test_texts_of_a_small_sample"
 
@@ -260,14 +263,14 @@ MUTANTS = [
     # --- the drafters
     Mutant(
         "argmax draft with a soft q",
-        "randomness.categorical(q[-1])",
-        "int(np.argmax(q[-1]))",
+        "randomness.categorical(q[-1]))\n        return",
+        "int(np.argmax(q[-1])))\n        return",
         JOINT_LAW,
     ),
     Mutant(
         "q other than the one sampled from",
-        "randomness.categorical(q[-1])",
-        "randomness.categorical(law(fit_width(2 * logits, self.vocab)))",
+        "randomness.categorical(q[-1]))\n        return",
+        "randomness.categorical(law(fit_width(2 * logits, self.vocab))))\n        return",
         JOINT_LAW,
     ),
     Mutant(
@@ -577,6 +580,24 @@ MUTANTS = [
         "cache.v[l, :, S - T : S - 1, :] = v[:, :-1, :]",
         ONE_MODEL,
         "model.py",
+    ),
+    Mutant(
+        "a translated draft's q read from the target's ids",
+        "rows=1)[0][self.theirs]",
+        "rows=1)[0][self.ours]",
+        TRANSLATED,
+    ),
+    Mutant(
+        "a translated draft's cache rolled back by the target's count",
+        "super().keep(self.ends[min(length, len(self.ends) - 1)])",
+        "super().keep(length)",
+        TRANSLATED,
+    ),
+    Mutant(
+        "a token that the draft cannot spell leaves it nothing to read",
+        "self.cache.truncate(min(self.cache.length, max(0, len(known) - 1)))",
+        "pass",
+        "test_translated:test_ids_without_a_row_in_the_model_are_left_out",
     ),
     Mutant(
         "truncate forgets nothing",

@@ -48,12 +48,13 @@ def save_weights(folder, config, seed=0):
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
 
-def save_tokenizer(folder, swap=False):
+def save_tokenizer(folder, swap=False, words=None):
     """Byte-level BPE without merges: 256 bytes, then fillers up to 299 ids, then the stop token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     names = alphabet + [f"<filler {i}>" for i in range(299 - len(alphabet))]
     if swap:
         names[0], names[1] = names[1], names[0]
+    names = words or names
     inner = tokenizers.Tokenizer(
         tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
     )
@@ -65,12 +66,12 @@ def save_tokenizer(folder, swap=False):
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def checkpoint(folder, seed=0, swap=False, **changes):
+def checkpoint(folder, seed=0, swap=False, words=None, **changes):
     folder.mkdir()
     config = CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     save_weights(folder, config, seed)
-    save_tokenizer(folder, swap)
+    save_tokenizer(folder, swap, words)
     return folder
 
 
@@ -202,8 +203,8 @@ def test_a_damaged_checkpoint_is_one_line(say, target, tmp_path, damage, words):
 
 
 def test_a_draft_of_another_vocabulary_is_one_line(say, tmp_path):
-    draft = checkpoint(tmp_path / "draft", swap=True)
-    assert_one_line(say("--draft", str(draft)), "different vocabularies", "id 0")
+    draft = checkpoint(tmp_path / "draft", words=["other", "words", "only"])
+    assert_one_line(say("--draft", str(draft)), "different vocabularies", "too few to draft with")
 
 
 def test_a_target_that_the_trained_draft_does_not_fit_says_so_once(say):
