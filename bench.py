@@ -6,6 +6,7 @@
     python bench.py --pair TARGET DRAFT  # one configuration: two models of yours
     python bench.py --compare A.json B.json
     python bench.py --verification       # only v(T): BLAS's own way against tiles
+    python bench.py --rules              # every rule with every drafter, at three temperatures
     python bench.py --lossless           # samples of every way to draft and verify, tested, an hour
 
 The configurations are those of "Lossless but Not Free" (arXiv 2607.17283), the study below.
@@ -1029,6 +1030,75 @@ def judge(args: argparse.Namespace, table: list[dict]) -> int:
     return 0
 
 
+# ---------------------------------------------------------------- rules and drafters, side by side
+
+RULES_TOKENS, RULES_K, TEMPERATURES = 64, 4, (0.0, 0.6, 1.0)
+
+
+def rules(args: argparse.Namespace):
+    """What every rule accepts, and gains, with every drafter; all have the same K and prompts."""
+    minispec.check_writable(args.json)
+    target, tokenizer, _ = minispec.load_pair(args.target, "none", backend=args.backend)
+    names = [args.draft] if args.draft else [minispec.TRAINED, "weights/draft", "ngram"]
+    names += [] if args.draft or args.quick else ["early:15", "int4"]
+    drafts = {name: minispec.load_drafter(name, target, tokenizer) for name in names}
+    texts = by_group(read_prompts(args.prompts)["measured"], 1).values()
+    prompts = [tokenizer.chat(text) for some in texts for text in some]
+    ways = list(itertools.product(names, minispec.RULES))
+    length, found = RULES_TOKENS // (2 if args.quick else 1), []
+
+    def answer(prompt, draft=None, rule="token", **options):
+        options |= dict(randomness=minispec.Randomness(0), verify=minispec.RULES[rule])
+        result = run(target, prompt, draft, RULES_K, max_new_tokens=length, **options)
+        bar.update(1)
+        return finished(result)
+
+    with progress("measuring", len(TEMPERATURES) * len(prompts) * (len(ways) + PLAIN)) as bar:
+        for t in TEMPERATURES:
+            answers = {way: [] for way in ways}
+            gains = {way: [] for way in ways}
+            for prompt in prompts:  # in turn, between two plain runs
+                first = answer(prompt, temperature=t)
+                for name, rule in ways:
+                    answers[name, rule].append(answer(prompt, drafts[name], rule, temperature=t))
+                rates = map(decoding_rate, (first, answer(prompt, temperature=t)))
+                plain = statistics.mean(rates)
+                for way in ways:
+                    gains[way].append(decoding_rate(answers[way][-1]) / plain)
+            for way in ways:
+                rounds = [r for a in answers[way] for r in a.rounds]
+                proposed = sum(len(r.proposals) for r in rounds)
+                found.append(dict(
+                    temperature=t, draft=way[0], verify=way[1],
+                    acceptance=sum(r.accepted for r in rounds) / proposed if proposed else None,
+                    tokens_per_round=sum(len(r.tokens) for r in rounds) / len(rounds),
+                    speedup=statistics.median(gains[way]),
+                ))  # fmt: skip
+    show_rules(found, len(prompts), length)
+    if args.json:
+        report = dict(version=minispec.__version__, machine=machine(), K=RULES_K, tokens=length,
+                      prompts=len(prompts), rules=found)  # fmt: skip
+        minispec.write_json(args.json, rounded(report))
+
+
+def show_rules(found: Sequence[dict], prompts: int, length: int):
+    print(
+        f"K = {RULES_K}; {prompts} prompts, {length} tokens each. Of each rule: % of the proposals "
+        "accepted, tokens a\nround, speedup over plain decoding (median over prompts)."
+    )
+    for t in TEMPERATURES:
+        titles = "".join(f"{rule:>20}" for rule in minispec.RULES)
+        print(f"\n{f'temperature {t:g}':20}{titles}")
+        here = [row for row in found if row["temperature"] == t]
+        for name in dict.fromkeys(row["draft"] for row in here):
+            cells = (
+                f"{figure(row['acceptance'], '7.0%')} {row['tokens_per_round']:5.2f} "
+                f"{row['speedup']:5.2f}x"
+                for row in here if row["draft"] == name
+            )  # fmt: skip
+            print(f"{name:20.20}{''.join(cells)}")
+
+
 # ---------------------------------------------------------------- tables
 
 HEADER = " K tokens Eq.(1)  rows v(K+1)     c overhead predicted measured  % accepted at 1..K"
@@ -1502,6 +1572,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say.add_argument("--plot", metavar="FILE", help="draw them: .png or .svg")
     say.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="two runs, in turn")
     say.add_argument("--verification", action="store_true", help="only v(T), plain and in tiles")
+    say.add_argument("--rules", action="store_true", help="only: every rule with every drafter")
     say.add_argument("--lossless", action="store_true", help="only test: is the law the target's?")
     return minispec.guard("bench.py", lambda: dispatch(say, say.parse_args(argv)))
 
@@ -1510,7 +1581,8 @@ def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
     given = {name for name, value in vars(args).items() if value != say.get_default(name)}
     for alone, with_it in (
         ("compare", set()), ("verification", {"target", "json"}),
-        ("lossless", {"target", "draft", "backend", "prompts", "json", "quick"}),
+        *((mode, {"target", "draft", "backend", "prompts", "json", "quick"})
+          for mode in ("rules", "lossless")),
     ):  # fmt: skip
         if alone in given and given - with_it - {alone}:
             others = ", ".join(f"--{name}" for name in sorted(given - with_it - {alone}))
@@ -1521,9 +1593,8 @@ def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
         args.target, args.draft = args.pair
     if args.compare:
         return compare(args.compare)
-    if args.verification:
-        return verification(args)
-    return lossless(args) if args.lossless else bench(args)
+    only = dict(verification=verification, rules=rules, lossless=lossless)
+    return next((work for name, work in only.items() if getattr(args, name)), bench)(args)
 
 
 if __name__ == "__main__":

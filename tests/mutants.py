@@ -588,9 +588,9 @@ MUTANTS = [
         TRANSLATED,
     ),
     Mutant(
-        "a translated draft's cache rolled back by the target's count",
+        "a translated draft's cache keeps what was rejected",
         "super().keep(self.ends[min(length, len(self.ends) - 1)])",
-        "super().keep(length)",
+        "super().keep(self.ends[-1])",
         TRANSLATED,
     ),
     Mutant(

@@ -595,6 +595,22 @@ def test_what_is_measured_on_request(tiny, tmp_path, capsys, options, ways):
     assert ("token for token" in out) != warm  # above 0 they have other draws
 
 
+def test_rules_and_drafters_side_by_side(tiny, tmp_path, capsys):
+    line = ["--rules", "--quick", "--draft", "early:1", "--json", str(tmp_path / "r.json")]
+    assert bench.main(line) == 0
+    found = json.loads((tmp_path / "r.json").read_text())["rules"]
+    cells = [(row["temperature"], row["verify"]) for row in found]
+    assert cells == [(t, rule) for t in (0.0, 0.6, 1.0) for rule in minispec.RULES]
+    greedy = [(row["acceptance"], row["tokens_per_round"]) for row in found[:3]]
+    assert len(set(greedy)) == 1  # at temperature 0 all rules do the same
+    for row in found:
+        assert 0 <= row["acceptance"] <= 1 <= row["tokens_per_round"] and row["speedup"] > 0
+    out = capsys.readouterr().out
+    assert out.count("early:1") == 3 and max(map(len, out.splitlines())) <= 100
+    assert bench.main(["--rules", "--full"]) == 2
+    assert "--rules has no use for --full" in capsys.readouterr().err
+
+
 def test_the_studys_five_configurations_and_what_is_beside_them():
     drafts = {name: object() for name in ("trained", "chain", "ngram", "int4")}
     setups = bench.five_configurations(drafts, bench.SIZES["default"], quick=False)
