@@ -53,7 +53,6 @@ from tqdm import tqdm
 import minispec
 from minispec import run
 from model import (
-    BACKENDS,
     Model,
     Packed,
     Tiles,
@@ -190,21 +189,26 @@ def bandwidth(target, repeats: int = 9) -> dict:
     all_W = matrices(target)
     sizes = [W.nbytes for W in all_W]
     large = [a for W in all_W if W.nbytes >= statistics.median(sizes) for a in stored(W)]
-    rows = {W.shape[1]: np.ones((1, W.shape[1]), target.backend.dtype) for W in all_W}
+    b = target.backend
+    ones = partial(b.xp.ones, dtype=b.dtype, device=b.device)
+    rows = {W.shape[1]: ones((1, W.shape[1])) for W in all_W}
+
+    def multiply():
+        for W in all_W:
+            b.linear(rows[W.shape[1]], W)
+        b.synchronize()
+
     cores = os.cpu_count() or 1
     shares = [large[i::cores] for i in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-        read = lambda share: [np.max(W) for W in share]  # noqa: E731
-        reads = [time_of(lambda: list(pool.map(read, shares))) for _ in range(repeats)]
-    with target.backend.during_pass(1):
-        products = [
-            time_of(lambda: [target.backend.linear(rows[W.shape[1]], W) for W in all_W])
-            for _ in range(repeats)
-        ]
-    rates = {
-        "read": sum(W.nbytes for W in large) / statistics.median(reads) / 1e9,
-        "products": sum(sizes) / statistics.median(products) / 1e9,
-    }
+    rates = {}
+    if b.xp is np:
+        with ThreadPoolExecutor(cores) as pool:
+            read = lambda share: [np.max(W) for W in share]  # noqa: E731
+            reads = [time_of(lambda: list(pool.map(read, shares))) for _ in range(repeats)]
+        rates["read"] = sum(W.nbytes for W in large) / statistics.median(reads) / 1e9
+    with b.during_pass(1):
+        products = [time_of(multiply) for _ in range(repeats)]
+    rates["products"] = sum(sizes) / statistics.median(products) / 1e9
     return rates | {"bound": max(rates.values()), "bytes": sum(sizes)}
 
 
@@ -972,7 +976,7 @@ class Sampler:
 def lossless(args: argparse.Namespace) -> int:
     """Prints the table; 1 when a way does not pass."""
     minispec.check_writable(args.json)
-    target, tokenizer, _ = minispec.load_pair(args.target, "none", backend=args.backend)
+    target, tokenizer, _ = minispec.load_pair(args.target, "none", **minispec.backend_options(args))
     texts = by_group(read_prompts(args.prompts)["measured"], 2).values()
     prompts = [tokenizer.chat(text) for some in texts for text in some]
     less = 10 if args.quick else 1
@@ -1038,7 +1042,7 @@ RULES_TOKENS, RULES_K, TEMPERATURES = 64, 4, (0.0, 0.6, 1.0)
 def rules(args: argparse.Namespace):
     """What every rule accepts, and gains, with every drafter; all have the same K and prompts."""
     minispec.check_writable(args.json)
-    target, tokenizer, _ = minispec.load_pair(args.target, "none", backend=args.backend)
+    target, tokenizer, _ = minispec.load_pair(args.target, "none", **minispec.backend_options(args))
     names = [args.draft] if args.draft else [minispec.TRAINED, "weights/draft", "ngram"]
     names += [] if args.draft or args.quick else ["early:15", "int4"]
     drafts = {name: minispec.load_drafter(name, target, tokenizer) for name in names}
@@ -1169,9 +1173,10 @@ def fold(ratio: float | None, without: str) -> str:
 
 def show_machine(rates: dict, passes: dict[str, dict]):
     one_row, bound = passes["float32"][1], rates["bound"] * 1e9 / rates["bytes"]
+    read = f"memory read at {rates['read']:.1f} GB/s, " if "read" in rates else ""
     print(
-        f"weights {rates['bytes'] / 1e6:.0f} MB; memory read at {rates['read']:.1f} GB/s, one-row "
-        f"products at {rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s\n"
+        f"weights {rates['bytes'] / 1e6:.0f} MB; {read}one-row products at "
+        f"{rates['products']:.1f} GB/s: at most {bound:.1f} tokens/s\n"
         f"one-row pass {1e3 * one_row:.1f} ms, {1 / one_row / bound:.2f} of that bound"
     )
     for way, times in passes.items():
@@ -1452,7 +1457,7 @@ def load_models(args: argparse.Namespace, target, packed, wanted: set[str]) -> d
     return models
 
 
-def plan(args: argparse.Namespace, size: Size, draft, packed) -> list[Setup]:
+def plan(args: argparse.Namespace, size: Size, target, draft, packed) -> list[Setup]:
     """What is measured, with these options. packed() is the target in 4 bits."""
     Ks, rest = size.other_Ks or size.Ks, (size.tokens, size.each)
     if args.quantize:
@@ -1464,7 +1469,9 @@ def plan(args: argparse.Namespace, size: Size, draft, packed) -> list[Setup]:
     drafts = {"ngram": minispec.PromptLookup()}
     if isinstance(draft, minispec.Chain):
         drafts |= {"trained": draft.drafters[-1], "chain": draft}
-    if args.temperature:
+    if args.temperature or target.backend.xp is not np:
+        if args.temperature == 0:
+            print("4-bit weights are packed for NumPy only: configurations 3, 4 and 5 are left out")
         names = {"trained": "1", "chain": "1+2", "ngram": "2"}
         return [
             Setup(names[name], "float32", drafts[name], group, Ks, *rest)
@@ -1478,13 +1485,15 @@ def bench(args: argparse.Namespace):
     check_arguments(args)
     size = SIZES["quick" if args.quick else "full" if args.full else "default"]
     prompts = read_prompts(args.prompts)
-    target, tokenizer, draft = minispec.load_pair(args.target, args.draft, backend=args.backend)
+    target, tokenizer, draft = minispec.load_pair(
+        args.target, args.draft, **minispec.backend_options(args)
+    )  # fmt: skip
     ids = {part: {kind: [tokenizer.chat(text) for text in texts] for kind, texts in kinds.items()}
            for part, kinds in prompts.items()}  # fmt: skip
     first_answer(target, tokenizer, draft)
 
     packed = functools.cache(partial(quantize, target))
-    setups = plan(args, size, draft, packed)
+    setups = plan(args, size, target, draft, packed)
     models = load_models(args, target, packed, {s.way for s in setups})
     setups = [s for s in setups if s.way in models]
     rates = bandwidth(target)
@@ -1565,7 +1574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say.add_argument("--target", metavar="DIR_OR_ID", help="checkpoint folder or hub id")
     say.add_argument("--draft", metavar="DIR_OR_ID|ngram|int4", help="only this, or this chain")
     say.add_argument("--quantize", choices=["int4"], help="verify in 4 bits, serially and batched")
-    say.add_argument("--backend", choices=BACKENDS, default="numpy", help="default %(default)s")
+    minispec.add_backend_options(say)
     say.add_argument("--temperature", type=float, default=0.0, help="above 0: no predictions")
     say.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE")
     say.add_argument("--json", metavar="FILE", help="also write the figures there")
@@ -1581,7 +1590,7 @@ def dispatch(say: argparse.ArgumentParser, args: argparse.Namespace):
     given = {name for name, value in vars(args).items() if value != say.get_default(name)}
     for alone, with_it in (
         ("compare", set()), ("verification", {"target", "json"}),
-        *((mode, {"target", "draft", "backend", "prompts", "json", "quick"})
+        *((mode, {"target", "draft", "backend", "device", "dtype", "prompts", "json", "quick"})
           for mode in ("rules", "lossless")),
     ):  # fmt: skip
         if alone in given and given - with_it - {alone}:

@@ -864,20 +864,21 @@ TRAINED = "ngram,weights/draft"  # prompt lookup, and where it finds nothing the
 
 def load_pair(
     target_name: str | None = None, draft_name: str | None = None, *, backend: str = "numpy",
-    quantized: bool = False,
+    device: str | None = None, dtype: str = "float32", quantized: bool = False,
 ):  # fmt: skip
     """Names as the command line has them -> target model, its tokenizer, drafter.
 
     target: a checkpoint folder or a hub id; None is the default one, fetched when it is not there.
     draft: one of FORMS, or a folder or id with the target's vocabulary; several with commas between
     them are tried in this order, each round. None is TRAINED where it fits the target, else
-    "ngram". backend: one of model.BACKENDS. quantized: the target in 4 bits.
+    "ngram". backend, device, dtype: of model.BACKENDS, DEVICES, DTYPES; no device is the best one
+    there. quantized: the target in 4 bits.
     """
     from model import BACKENDS, Tokenizer, load, quantize
     from weights.fetch import resolve
 
     folder = resolve(target_name)
-    target, tokenizer = load(folder, BACKENDS[backend]()), Tokenizer(folder)
+    target, tokenizer = load(folder, BACKENDS[backend](dtype, device)), Tokenizer(folder)
     if quantized:
         target = quantize(target)
     try:
@@ -954,6 +955,18 @@ def proposals_a_round(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def add_backend_options(say: argparse.ArgumentParser):
+    from model import BACKENDS, DEVICES, DTYPES
+
+    say.add_argument("--backend", choices=BACKENDS, default="numpy", help="default %(default)s")
+    say.add_argument("--device", choices=DEVICES, help="default: the best one of the backend")
+    say.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
+
+
+def backend_options(args: argparse.Namespace) -> dict:
+    return dict(backend=args.backend, device=args.device, dtype=args.dtype)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
@@ -976,6 +989,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     say.add_argument("--top-k", type=int, metavar="N")
     say.add_argument("--top-p", type=float, default=1.0, metavar="X")
     say.add_argument("--quantize", choices=["int4"], help="the target in 4 bits a weight")
+    add_backend_options(say)
     say.add_argument("--verify", choices=RULES, default="token", help="verification rule")
     say.add_argument("--seed", type=int, help="repeat a run; default: another one each time")
     say.add_argument("--system", metavar="TEXT", help="system message of the chat template")
@@ -1034,7 +1048,9 @@ def answer_prompt(args: argparse.Namespace):
     check_sampling(args.temperature, args.top_k, args.top_p)
     check_writable(args.json)
     quantized = args.quantize == "int4"
-    target, tokenizer, draft = load_pair(args.target, args.draft, quantized=quantized)
+    target, tokenizer, draft = load_pair(
+        args.target, args.draft, quantized=quantized, **backend_options(args)
+    )  # fmt: skip
     prompt = prompt_ids(args, tokenizer)
     K = args.K
     if K == "auto":

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -47,7 +48,8 @@ class Backend:
 
     xp           a namespace with the functions of the Python array API standard
     device       what xp's creation functions take as `device`
-    dtype        type of weights and activations, one of xp's
+    dtype        type of activations, and of weights unless to_device gives matrices a smaller one
+    to_device    NumPy array on the host -> array on the device; integers stay integers
     to_numpy     array on the device -> NumPy array on the host
     synchronize  returns once all queued work is done (clocks need it)
     linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
@@ -60,6 +62,7 @@ class Backend:
     xp: Any
     device: Any
     dtype: Any
+    to_device: Callable
     to_numpy: Callable
     synchronize: Callable
     linear: Callable
@@ -85,7 +88,11 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
         raise ValueError(f"the ways to multiply are {', '.join(WAYS)}, not {way}")
     if way == "auto":
         way = "tiles" if tiles_pay() else "plain"
-    place = f"numpy, {way}", np, "cpu", np.dtype(dtype), np.asarray, lambda: None
+
+    def to_device(array):
+        return array if array.dtype.kind in "iu" else np.asarray(array, dtype)
+
+    place = f"numpy, {way}", np, "cpu", np.dtype(dtype), to_device, np.asarray, lambda: None
     if way == "plain":
         return Backend(*place, plain_product, partial(carve, dtype=np.dtype(dtype)))
     product = TiledProduct()
@@ -95,12 +102,97 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
     )  # fmt: skip
 
 
-# By the names of the command line.
+def device_backend(name, xp, device, dtype: str, types, to_numpy, synchronize, **more) -> Backend:
+    """One whose arrays are those of `xp`, on `device`. Activations and the cache are float32;
+    dtype, one of `types`, is that of the matrices, which their rows of x take for the product."""
+    if dtype not in types:
+        raise ValueError(f"the {name} backend has the types {', '.join(types)}, not {dtype}")
+
+    def to_device(array):
+        if array.dtype.kind in "iu":
+            return xp.asarray(array, device=device)
+        kind = getattr(xp, dtype) if array.ndim == 2 else xp.float32
+        # subtle: float32 on the host already, for Apple's GPUs know no float64.
+        return xp.asarray(np.asarray(array, np.float32), dtype=kind, device=device)
+
+    def linear(x, W):
+        y = xp.matmul(xp.astype(x, W.dtype, copy=False), xp.permute_dims(W, (1, 0)))
+        return xp.astype(y, xp.float32, copy=False)
+
+    return Backend(
+        f"{name}, {device}, {dtype}", xp, device, xp.float32, to_device, to_numpy, synchronize,
+        linear, partial(carve, dtype=np.dtype(np.float32)), **more,
+    )  # fmt: skip
+
+
+def torch_backend(dtype: str = "float32", device: str | None = None) -> Backend:
+    """PyTorch on "cpu", "cuda" or "mps"; without a device, on a GPU where there is one."""
+    xp, torch = _package("array_api_compat.torch", "mps"), _package("torch", "mps")
+    there = dict(
+        cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True
+    )  # fmt: skip
+    device = device or next(name for name in there if there[name])
+    if not there.get(device):
+        some = ", ".join(name for name in there if there[name])
+        raise ValueError(f"torch finds no device {device} here: choose one of {some}")
+    wait = getattr(torch, device).synchronize
+    return device_backend(
+        "torch", xp, device, dtype, ("float32", "float16", "bfloat16"),
+        lambda x: x.cpu().numpy(), wait, during_pass=lambda rows: torch.inference_mode(),
+    )  # fmt: skip
+
+
+def cupy_backend(dtype: str = "float32", device: str | None = None) -> Backend:
+    """CuPy on an NVIDIA GPU."""
+    xp, cupy = _package("array_api_compat.cupy", "cuda"), _package("cupy", "cuda")
+    if device not in (None, "cuda"):
+        raise ValueError(f"the cupy backend is for cuda, not {device}")
+    if not cupy.cuda.is_available():
+        raise ValueError("cupy finds no NVIDIA GPU here: --backend numpy does without")
+    wait = lambda: cupy.cuda.get_current_stream().synchronize()  # noqa: E731
+    return device_backend(
+        "cupy", xp, cupy.cuda.Device(0), dtype, ("float32", "float16"), cupy.asnumpy, wait
+    )  # fmt: skip
+
+
+def _package(name: str, extra: str):
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = error.name or name
+        raise ImportError(
+            f"this backend needs {what}, which is not installed: pip install -e '.[{extra}]'"
+        ) from None
+
+
+def _numpy_on_cpu(dtype: str = "float32", device: str | None = None, way: str | None = None):
+    if device not in (None, "cpu"):
+        raise ValueError(f"the numpy backend is for cpu, not {device}: --backend torch or cupy")
+    return numpy_backend(dtype, way)
+
+
+def best_backend(dtype: str = "float32", device: str | None = None) -> Backend:
+    """The first that works here: CuPy, PyTorch on a GPU, NumPy."""
+    for make in cupy_backend, torch_backend:
+        try:
+            backend = make(dtype, device)
+        except (ImportError, ValueError):
+            continue
+        if "cpu" not in (backend.device, device):
+            return backend
+    return _numpy_on_cpu(dtype, device)
+
+
+# By the names of the command line: (dtype, device) -> backend.
 BACKENDS = {
-    "numpy": numpy_backend,
-    "numpy-plain": partial(numpy_backend, way="plain"),
-    "numpy-tiles": partial(numpy_backend, way="tiles"),
+    "numpy": _numpy_on_cpu,
+    "numpy-plain": partial(_numpy_on_cpu, way="plain"),
+    "numpy-tiles": partial(_numpy_on_cpu, way="tiles"),
+    "cupy": cupy_backend,
+    "torch": torch_backend,
+    "auto": best_backend,
 }
+DEVICES, DTYPES = ("cpu", "cuda", "mps"), ("float32", "float16", "bfloat16")
 
 # ---------------------------------------------------------------- matrix products on NumPy
 
@@ -861,7 +953,7 @@ def read_weights(parts: dict[tuple, list[Part]], layers: int, backend: Backend) 
             for stored, a, _, transposed in parts[name, l]:
                 read_into(stored, place, a, transposed)
             if not isinstance(place, Tiles):
-                place = backend.xp.asarray(place, dtype=backend.dtype, device=backend.device)
+                place = backend.to_device(place)
             (weights if l is None else weights["layers"][l])[name] = place
     return weights
 
@@ -1198,10 +1290,10 @@ def rope_tables(positions, inv_freq, xp):  # [T], [C/2] -> two of [T, C]
     return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
 
 
-def look_up(table, ids, backend):  # [V, D], T ids -> [T, D]
+def look_up(table, ids, backend):  # [V, D], [T] -> [T, D]
     if isinstance(table, (Tiles, Packed)):
         return table.rows(ids)
-    return backend.xp.take(table, backend.xp.asarray(list(ids), device=backend.device), axis=0)
+    return backend.xp.astype(backend.xp.take(table, ids, axis=0), backend.dtype, copy=False)
 
 
 def project(x, w, name, linear):  # [T, in] -> [T, out]
@@ -1303,8 +1395,7 @@ class Model:
     def __init__(self, config: Config, weights: dict, backend: Backend, block: Callable):
         self.config, self.weights, self.backend, self.block = config, weights, backend, block
         self.vocab, self.context = config.vocab, config.context
-        place = dict(dtype=backend.dtype, device=backend.device)
-        self.inv_freq = backend.xp.asarray(config.inv_freq, **place)
+        self.inv_freq = backend.to_device(np.asarray(config.inv_freq))
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for up to `capacity` tokens."""
@@ -1357,9 +1448,11 @@ class Model:
         return x
 
     def embed(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
-        x, S = look_up(self.weights["embed"], new, self.backend), cache.length + len(new)
+        ids = self.backend.to_device(np.asarray(new, np.int64))  # the one transfer of a pass
+        x, S = look_up(self.weights["embed"], ids, self.backend), cache.length + len(new)
         if "positions" in self.weights:
-            x = x + look_up(self.weights["positions"], range(cache.length, S), self.backend)
+            ids = self.backend.xp.arange(cache.length, S, device=self.backend.device)
+            x = x + look_up(self.weights["positions"], ids, self.backend)
         return x
 
     def layers(self, x, cache: Cache):  # [T, D] -> [T, D]
@@ -1388,13 +1481,18 @@ class StateDraftModel(Model):
     """
 
     def __init__(self, config: Config, weights: dict, target: Model):
-        xp = target.backend.xp
         super().__init__(
             config, weights | {"embed": target.weights["embed"]}, target.backend, llama_block
         )
-        self.head_ids = xp.asarray(weights["head_ids"], dtype=xp.int64)
-        if not 0 <= int(xp.min(self.head_ids)) <= int(xp.max(self.head_ids)) < target.vocab:
+        self.know(target.backend.to_numpy(weights["head_ids"]).astype(np.int64))
+
+    def know(self, ids: np.ndarray):
+        """The head's row i is the logit of token ids[i]; no other token has one."""
+        if not 0 <= ids.min() <= ids.max() < self.vocab:
             raise ValueError("the draft's head names ids outside the target's vocabulary")
+        rows = np.full(self.vocab, len(ids))  # one past the last: -inf
+        rows[ids] = np.arange(len(ids))
+        self.head_ids, self.head_rows = ids, self.backend.to_device(rows)
 
     def embed(self, new, cache):  # T ids -> [T, D]
         xp, w, (a, T) = self.backend.xp, self.weights, (cache.length, len(new))
@@ -1406,6 +1504,7 @@ class StateDraftModel(Model):
         return self.backend.linear(xp.concat([x, back], axis=-1), w["join"])
 
     def head(self, x):  # [rows, D] -> [rows, V]
-        logits = self.backend.xp.full((x.shape[0], self.vocab), -math.inf, dtype=x.dtype)
-        logits[:, self.head_ids] = self.backend.linear(x, self.weights["head"])
-        return logits
+        xp = self.backend.xp
+        known = self.backend.linear(x, self.weights["head"])
+        other = xp.full((x.shape[0], 1), -math.inf, dtype=x.dtype, device=self.backend.device)
+        return xp.take(xp.concat([known, other], axis=-1), self.head_rows, axis=-1)

@@ -422,8 +422,8 @@ MUTANTS = [
     ),
     Mutant(
         "the head's rows taken for the first tokens",
-        "logits[:, self.head_ids] =",
-        "logits[:, : len(self.head_ids)] =",
+        "rows[ids] = np.arange(len(ids))",
+        "rows[: len(ids)] = np.arange(len(ids))",
         "test_draft:test_a_trimmed_head_by_hand",
         "model.py",
     ),
@@ -561,8 +561,8 @@ MUTANTS = [
     ),
     Mutant(
         "learned positions that begin again at 0",
-        'look_up(self.weights["positions"], range(cache.length, S), self.backend)',
-        'look_up(self.weights["positions"], range(len(new)), self.backend)',
+        "ids = self.backend.xp.arange(cache.length, S, device",
+        "ids = self.backend.xp.arange(0, len(new), device",
         TWO_MODELS,
         "model.py",
     ),

@@ -509,7 +509,7 @@ class StubTokenizer:
 @pytest.fixture
 def tiny(monkeypatch, target):
 
-    def load_pair(target_name, draft_name, backend="numpy"):
+    def load_pair(target_name, draft_name, **backend):
         draft = minispec.load_drafter(draft_name or "ngram", target, None)
         return target, StubTokenizer(), draft
 

@@ -192,7 +192,8 @@ def small_target():
 def test_a_trimmed_head_by_hand():
     target = small_target()
     draft = all_tokens_draft(target)
-    draft.weights["head"], draft.head_ids = np.eye(2, D), np.array([5, 299])
+    draft.weights["head"] = np.eye(2, D)
+    draft.know(np.array([5, 299]))
     logits = draft.head(np.arange(1.0, 13.0)[None])[0]
     assert np.flatnonzero(np.isfinite(logits)).tolist() == [5, 299]
     assert (logits[5], logits[299]) == (1.0, 2.0)
