@@ -812,7 +812,8 @@ def synthetic(backend, layers: int = 4):
         for W in places.values():
             normal = rng.standard_normal(W.shape, np.float32)
             W[0 : W.shape[0]] = 0.02 * normal if W.ndim == 2 else 1.0
-        return places
+        on = backend.to_device
+        return {name: W if isinstance(W, Tiles) else on(W) for name, W in places.items()}
 
     layer = dict(
         attn_norm=(D,), qkv=(3072, D), o=(D, D), mlp_norm=(D,), gate_up=(2 * F, D), down=(D, F)
