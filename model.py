@@ -53,9 +53,11 @@ class Backend:
     to_numpy     array on the device -> NumPy array on the host
     synchronize  returns once all queued work is done (clocks need it)
     linear       (x [T, in], W [out, in]) -> x @ W.T [T, out]
+    rows         (W [out, in], ids [T]) -> rows of W [T, in], in the type of activations
     empty        list of shapes -> places on the host that weights are read into, one for each
     prepare      called with the weights of a model once they are loaded
     during_pass  number of rows fed -> a context manager that surrounds their pass
+    fuse         (f, xp, *arrays) -> f(xp, *arrays), elementwise; one kernel, where that saves time
     """
 
     name: str
@@ -66,9 +68,11 @@ class Backend:
     to_numpy: Callable
     synchronize: Callable
     linear: Callable
+    rows: Callable
     empty: Callable
     prepare: Callable = lambda weights: None
     during_pass: Callable = lambda rows: contextlib.nullcontext()
+    fuse: Callable = lambda f, xp, *arrays: f(xp, *arrays)
 
 
 WAYS = ("auto", "plain", "tiles")
@@ -94,10 +98,11 @@ def numpy_backend(dtype: str = "float32", way: str | None = None) -> Backend:
 
     place = f"numpy, {way}", np, "cpu", np.dtype(dtype), to_device, np.asarray, lambda: None
     if way == "plain":
-        return Backend(*place, plain_product, partial(carve, dtype=np.dtype(dtype)))
+        empty = partial(carve, dtype=np.dtype(dtype))
+        return Backend(*place, plain_product, lambda W, ids: W[ids], empty)
     product = TiledProduct()
     return Backend(
-        *place, product, partial(empty_tiles, dtype=np.dtype(dtype)), product.measure,
+        *place, product, Tiles.rows, partial(empty_tiles, dtype=np.dtype(dtype)), product.measure,
         lambda rows: one_blas_thread() if rows < MANY else contextlib.nullcontext(),
     )  # fmt: skip
 
@@ -119,9 +124,12 @@ def device_backend(name, xp, device, dtype: str, types, to_numpy, synchronize, *
         y = xp.matmul(xp.astype(x, W.dtype, copy=False), xp.permute_dims(W, (1, 0)))
         return xp.astype(y, xp.float32, copy=False)
 
+    def rows(W, ids):
+        return xp.astype(xp.take(W, ids, axis=0), xp.float32, copy=False)
+
     return Backend(
         f"{name}, {device}, {dtype}", xp, device, xp.float32, to_device, to_numpy, synchronize,
-        linear, partial(carve, dtype=np.dtype(np.float32)), **more,
+        linear, rows, partial(carve, dtype=np.dtype(np.float32)), **more,
     )  # fmt: skip
 
 
@@ -150,8 +158,10 @@ def cupy_backend(dtype: str = "float32", device: str | None = None) -> Backend:
     if not cupy.cuda.is_available():
         raise ValueError("cupy finds no NVIDIA GPU here: --backend numpy does without")
     wait = lambda: cupy.cuda.get_current_stream().synchronize()  # noqa: E731
+    fused = cache(lambda f: cupy.fuse(kernel_name=f.__name__)(partial(f, xp)))
     return device_backend(
-        "cupy", xp, cupy.cuda.Device(0), dtype, ("float32", "float16"), cupy.asnumpy, wait
+        "cupy", xp, cupy.cuda.Device(0), dtype, ("float32", "float16"), cupy.asnumpy, wait,
+        fuse=lambda f, xp, *arrays: fused(f)(*arrays),
     )  # fmt: skip
 
 
@@ -495,15 +505,19 @@ def quantize(model: Model) -> Model:
             f"only float weights on the NumPy backend go into int4, not {backend.name}"
         )
 
-    def linear(x, W):  # a draft on the same backend has weights that are not packed
+    # A draft on the same backend has weights that are not packed.
+    def linear(x, W):
         return W.product(x) if isinstance(W, Packed) else backend.linear(x, W)
+
+    def rows(W, ids):
+        return W.rows(ids) if isinstance(W, Packed) else backend.rows(W, ids)
 
     def packed(w, bits, names):
         return {k: Packed(W, bits) if k in names and W.ndim == 2 else W for k, W in w.items()}
 
     weights = packed(model.weights, 8, ("embed", "head"))
     weights["layers"] = [packed(layer, 4, layer) for layer in model.weights["layers"]]
-    new = dataclasses.replace(backend, name=f"{backend.name}, int4", linear=linear)
+    new = dataclasses.replace(backend, name=f"{backend.name}, int4", linear=linear, rows=rows)
     return Model(model.config, weights, new, model.block)
 
 
@@ -1256,44 +1270,49 @@ class Cache:
 # ---------------------------------------------------------------- the layers
 
 
-def rms_norm(x, weight, eps, xp):  # [..., D] -> [..., D]
-    scale = (xp.vecdot(x, x) / x.shape[-1] + eps) ** -0.5
-    return x * scale[..., None] * weight
+# Those with xp in front are elementwise, for Backend.fuse.
 
 
-def layer_norm(x, weight, bias, eps, xp):  # [T, D] -> [T, D]
-    x = x - xp.mean(x, axis=-1, keepdims=True)
-    scale = (xp.vecdot(x, x) / x.shape[-1] + eps) ** -0.5
-    return x * scale[..., None] * weight + bias
+def rms_norm(x, weight, eps, backend):  # [..., D] -> [..., D]
+    squares = backend.xp.vecdot(x, x)[..., None]
+    return backend.fuse(scaled, backend.xp, x, squares, x.shape[-1], eps, weight)
 
 
-def silu(x, xp):
-    # x * sigmoid(x); through tanh, because exp(-x) overflows for large negative x.
-    return x * (0.5 * xp.tanh(0.5 * x) + 0.5)
+def layer_norm(x, weight, bias, eps, backend):  # [T, D] -> [T, D]
+    x = x - backend.xp.mean(x, axis=-1, keepdims=True)
+    return rms_norm(x, weight, eps, backend) + bias
 
 
-def gelu(x, xp):
+def scaled(xp, x, squares, width, eps, weight):
+    return x * (squares / width + eps) ** -0.5 * weight
+
+
+def silu_gated(xp, gate, up):
+    # gate * sigmoid(gate) * up; through tanh, because exp(-gate) overflows for large negative ones.
+    return gate * (0.5 * xp.tanh(0.5 * gate) + 0.5) * up
+
+
+def gelu(xp, x):
     # The tanh approximation that GPT-2 was trained with ("gelu_new").
     return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
 
 
-def rotate(x, cos, sin, xp):  # [H, T, C], [T, C], [T, C] -> [H, T, C]
+def rotate(x, cos, sin, backend):  # [H, T, C], [T, C], [T, C] -> [H, T, C]
     # Half-split layout: channel i turns together with channel i + C/2. `sin` has the minus sign of
     # the first half in it.
     half = x.shape[-1] // 2
-    return x * cos + xp.concat([x[..., half:], x[..., :half]], axis=-1) * sin
+    swapped = backend.xp.concat([x[..., half:], x[..., :half]], axis=-1)
+    return backend.fuse(turned, backend.xp, x, swapped, cos, sin)
+
+
+def turned(xp, x, swapped, cos, sin):
+    return x * cos + swapped * sin
 
 
 def rope_tables(positions, inv_freq, xp):  # [T], [C/2] -> two of [T, C]
     angles = positions[:, None] * inv_freq
     cos, sin = xp.cos(angles), xp.sin(angles)
     return xp.concat([cos, cos], axis=-1), xp.concat([-sin, sin], axis=-1)
-
-
-def look_up(table, ids, backend):  # [V, D], [T] -> [T, D]
-    if isinstance(table, (Tiles, Packed)):
-        return table.rows(ids)
-    return backend.xp.astype(backend.xp.take(table, ids, axis=0), backend.dtype, copy=False)
 
 
 def project(x, w, name, linear):  # [T, in] -> [T, out]
@@ -1309,17 +1328,21 @@ def join_heads(x, xp):  # [heads, T, C] -> [T, heads C]
     return xp.reshape(xp.permute_dims(x, (1, 0, 2)), (x.shape[1], -1))
 
 
-def attention(q, k, v, cache, l, mask, xp):  # [H, T, C], [G, T, C], [G, T, C] -> [H, T, C]
+def attention(q, k, v, cache, l, mask, backend):  # [H, T, C], [G, T, C] twice -> [H, T, C]
     """Store the new keys and values, then attend to all S of them under the mask [H/G T, S]."""
-    (H, T, C), G, S = q.shape, k.shape[0], mask.shape[1]
+    xp, (H, T, C), G, S = backend.xp, q.shape, k.shape[0], mask.shape[1]
     cache.k[l, :, :, S - T : S] = xp.permute_dims(k, (0, 2, 1))
     cache.v[l, :, S - T : S, :] = v
     # The H/G heads that share a key head are further rows of one product.
     q = xp.reshape(q, (G, H // G * T, C)) * C**-0.5
     scores = xp.matmul(q, cache.k[l, :, :, :S]) + mask  # [G, H/G T, S]
-    scores = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    scores = backend.fuse(exp_below, xp, scores, xp.max(scores, axis=-1, keepdims=True))
     out = xp.matmul(scores, cache.v[l, :, :S, :]) / xp.sum(scores, axis=-1, keepdims=True)
     return xp.reshape(out, (H, T, C))
+
+
+def exp_below(xp, x, highest):
+    return xp.exp(x - highest)
 
 
 def causal_mask(T, S, copies, backend):  # -> [copies T, S]
@@ -1335,29 +1358,32 @@ def causal_mask(T, S, copies, backend):  # -> [copies T, S]
 def llama_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
     """Llama, Mistral, Qwen2, Qwen3. Pre-norm attention, then a gated MLP."""
     xp, linear, H, G = backend.xp, backend.linear, c.heads, c.kv_heads
-    heads = project(rms_norm(x, w["attn_norm"], c.eps, xp), w, "qkv", linear)
+    heads = project(rms_norm(x, w["attn_norm"], c.eps, backend), w, "qkv", linear)
     heads = split_heads(heads, H + 2 * G, xp)
     qk, v = heads[: H + G, :, :], heads[H + G :, :, :]
     if "q_norm" in w:
-        q = rms_norm(qk[:H, :, :], w["q_norm"], c.eps, xp)
-        k = rms_norm(qk[H:, :, :], w["k_norm"], c.eps, xp)
+        q = rms_norm(qk[:H, :, :], w["q_norm"], c.eps, backend)
+        k = rms_norm(qk[H:, :, :], w["k_norm"], c.eps, backend)
         qk = xp.concat([q, k], axis=0)
-    qk = rotate(qk, *rope, xp)
-    out = attention(qk[:H, :, :], qk[H:, :, :], v, cache, l, mask, xp)
+    qk = rotate(qk, *rope, backend)
+    out = attention(qk[:H, :, :], qk[H:, :, :], v, cache, l, mask, backend)
     x = x + project(join_heads(out, xp), w, "o", linear)
-    gate_up = project(rms_norm(x, w["mlp_norm"], c.eps, xp), w, "gate_up", linear)
-    return x + project(silu(gate_up[:, : c.hidden], xp) * gate_up[:, c.hidden :], w, "down", linear)
+    gate_up = project(rms_norm(x, w["mlp_norm"], c.eps, backend), w, "gate_up", linear)
+    gate, up = gate_up[:, : c.hidden], gate_up[:, c.hidden :]
+    return x + project(backend.fuse(silu_gated, xp, gate, up), w, "down", linear)
 
 
 def gpt2_block(x, w, c, cache, l, rope, mask, backend):  # [T, D] -> [T, D]
     """GPT-2. Pre-norm attention, then a plain MLP; positions were added to the embedding."""
     xp, linear, H = backend.xp, backend.linear, c.heads
-    heads = project(layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.eps, xp), w, "qkv", linear)
-    heads = split_heads(heads, 3 * H, xp)
+    normed = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.eps, backend)
+    heads = split_heads(project(normed, w, "qkv", linear), 3 * H, xp)
     q, k, v = heads[:H, :, :], heads[H : 2 * H, :, :], heads[2 * H :, :, :]
-    x = x + project(join_heads(attention(q, k, v, cache, l, mask, xp), xp), w, "o", linear)
-    up = project(layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.eps, xp), w, "up", linear)
-    return x + project(gelu(up, xp), w, "down", linear)
+    out = attention(q, k, v, cache, l, mask, backend)
+    x = x + project(join_heads(out, xp), w, "o", linear)
+    normed = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.eps, backend)
+    up = project(normed, w, "up", linear)
+    return x + project(backend.fuse(gelu, xp, up), w, "down", linear)
 
 
 def draft_config(raw: dict) -> Config:
@@ -1437,22 +1463,22 @@ class Model:
 
     def feed(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
         """Put T tokens through all layers; their states after the final norm, also in the cache."""
-        xp, w, c = self.backend.xp, self.weights, self.config
+        w, eps = self.weights, self.config.eps
         x = self.layers(self.embed(new, cache), cache)
         if "norm_bias" in w:
-            x = layer_norm(x, w["norm"], w["norm_bias"], c.eps, xp)
+            x = layer_norm(x, w["norm"], w["norm_bias"], eps, self.backend)
         else:
-            x = rms_norm(x, w["norm"], c.eps, xp)
+            x = rms_norm(x, w["norm"], eps, self.backend)
         first = max(cache.known, cache.length - len(new))
         cache.states[first : cache.length, :] = x[len(new) - (cache.length - first) :, :]
         return x
 
     def embed(self, new: Sequence[int], cache: Cache):  # T ids -> [T, D]
         ids = self.backend.to_device(np.asarray(new, np.int64))  # the one transfer of a pass
-        x, S = look_up(self.weights["embed"], ids, self.backend), cache.length + len(new)
+        x, S = self.backend.rows(self.weights["embed"], ids), cache.length + len(new)
         if "positions" in self.weights:
             ids = self.backend.xp.arange(cache.length, S, device=self.backend.device)
-            x = x + look_up(self.weights["positions"], ids, self.backend)
+            x = x + self.backend.rows(self.weights["positions"], ids)
         return x
 
     def layers(self, x, cache: Cache):  # [T, D] -> [T, D]
@@ -1496,11 +1522,11 @@ class StateDraftModel(Model):
 
     def embed(self, new, cache):  # T ids -> [T, D]
         xp, w, (a, T) = self.backend.xp, self.weights, (cache.length, len(new))
-        x = rms_norm(super().embed(new, cache), w["embed_norm"], self.config.eps, xp)
+        x = rms_norm(super().embed(new, cache), w["embed_norm"], self.config.eps, self.backend)
         back = cache.states[max(0, a - 1) : a + T - 1, :]
         if a == 0:  # nothing came before the first token
             back = xp.concat([xp.zeros_like(x[:1, :]), back], axis=0)
-        back = rms_norm(back, w["state_norm"], self.config.eps, xp)
+        back = rms_norm(back, w["state_norm"], self.config.eps, self.backend)
         return self.backend.linear(xp.concat([x, back], axis=-1), w["join"])
 
     def head(self, x):  # [rows, D] -> [rows, V]
