@@ -1013,10 +1013,10 @@ def judge(args: argparse.Namespace, table: list[dict]) -> int:
     *tested, _, control = table
     for row, p in zip(tested, holm([row["p"] for row in tested])):
         row["holm"] = p
-    print(f"{'way to sample':34} tokens tok/round      p Holm p  greedy: same near-tie other    s")
+    print(f"{'way to sample':35} tokens tok/round      p Holm p  greedy: same near-tie other    s")
     for t in table:
         print(
-            f"{t['method']:34.34} {t['tokens']:6} {t['tokens_per_round']:9.2f} {t['p']:6.4f} "
+            f"{t['method']:35.35} {t['tokens']:6} {t['tokens_per_round']:9.2f} {t['p']:6.4f} "
             f"{figure(t.get('holm'), '6.4f')} {t['greedy_equal']:13} {t['near_ties']:8} "
             f"{t['greedy_wrong']:5} {t['seconds']:4.0f}"
         )

@@ -136,6 +136,53 @@ def test_smaller_weights_are_near(dtype, error):
     assert 0 < np.max(np.abs(a - b)) < error * np.max(np.abs(a))
 
 
+def launches(fuse):
+    """Kernels that one decoding step of llama_gqa starts on torch; a fused function is one."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    views = set("view permute transpose slice select expand unsqueeze _unsafe_view alias".split())
+    views |= {"t", "detach", "lift_fresh"}
+
+    class Count(TorchDispatchMode):
+        started, inside = 0, False
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            name = operation.name().split("::")[1].split(".")[0]
+            self.started += name not in views and not self.inside
+            return operation(*args, **(kwargs or {}))
+
+    count = Count()
+
+    def as_one(f, xp, *arrays):
+        count.started += 1
+        count.inside = True
+        y = f(xp, *arrays)
+        count.inside = False
+        return y
+
+    backend = torch_backend()
+    backend = dataclasses.replace(
+        backend,
+        during_pass=lambda rows: torch.no_grad(),
+        fuse=as_one if fuse else backend.fuse,
+    )
+    target = model.load(FOLDER / "llama_gqa", backend)
+    cache = target.new_cache(8)
+    target(PROMPT, cache, rows=1)
+    count.started = 0
+    with count:
+        target([*PROMPT, 4], cache, rows=1)
+    return count.started, target.config.layers
+
+
+def test_fusing_saves_a_third_of_the_kernel_launches():
+    plain, layers = launches(fuse=False)
+    fused, _ = launches(fuse=True)
+    print(f"{layers} layers: {plain} launches, {fused} fused")  # README, Backends: pytest -s
+    assert fused < 0.67 * plain
+
+
 # --- choosing one -------------------------------------------------------------------------------
 
 
