@@ -452,8 +452,10 @@ class Packed:
             return [_multiply_packed(groups, sums, block, self.bits) for block in blocks]
 
         half = (len(self.blocks) + 1) // 2
-        second = SECOND_THREAD.submit(multiply, self.blocks[half:])
-        y = multiply(self.blocks[:half]) + second.result()
+        # subtle: from so many rows on BLAS would start its threads in both of ours, and all wait.
+        with one_blas_thread() if T > FEW else contextlib.nullcontext():
+            second = SECOND_THREAD.submit(multiply, self.blocks[half:])
+            y = multiply(self.blocks[:half]) + second.result()
         return np.concat(y, axis=1)
 
 
