@@ -384,8 +384,9 @@ class AdaptiveK(Drafter):
     tokens(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K,    time(K) = K c + v(K+1)
 
     a_i, the chance of proposal i after those before it were accepted, is counted as the text goes
-    on, the latest rounds most. Where K = 0 is best, a probe of one proposal is made once it costs
-    no more than PROBE of the time since the last; none where even perfect acceptance would not pay.
+    on, the latest rounds most. Where K = 0 is best, a probe of one proposal is made at the first
+    chance, then once it costs no more than PROBE of the time since the last; none where even
+    perfect acceptance would not pay.
     K follows from earlier rounds alone, before a proposal is drawn, so the law is the target's.
 
     v    times of target passes over 1, 2, ... rows, as many as the largest K, and one more
@@ -400,7 +401,7 @@ class AdaptiveK(Drafter):
     def start(self, vocab, capacity, seen=None):
         self.inner.start(vocab, capacity, seen)
         self.reached, self.accepted = np.zeros((2, len(self.v) - 1))  # counts by position
-        self.proposed, self.idle = 0, 0.0  # proposals of this round; time since there were any
+        self.proposed, self.idle = 0, np.inf  # proposals of this round; time since there were any
 
     def propose(self, tokens, K, law, randomness):
         self.length = len(tokens)

@@ -14,6 +14,7 @@ from toys import Toy, distance, exact_law, law_of, random_rows
 import minispec
 
 V = [1.0, 1.03, 1.08, 1.1, 1.15, 1.15, 1.3, 1.3, 1.5]
+AVX2 = [1.0, 2.2, 2.1, 2.3, 2.7, 3.0, 2.6, 2.6, 2.6]  # a BLAS without kernels for a few rows
 SERIAL = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
 
 
@@ -67,6 +68,16 @@ def test_little_is_lost_against_the_best_fixed_K_of_every_text(v, c):
         assert adapted <= fixed[0] / 0.95  # never much slower than plain decoding
         ours, best = ours + adapted, best + min(fixed)
     assert ours <= 1.03 * best
+
+
+@pytest.mark.parametrize("N", [64, 300])
+def test_a_text_that_is_copied_is_noticed_early_where_the_prior_would_not_draft(N):
+    def adapted(alpha):
+        return cost(minispec.AdaptiveK(Guess(alpha), AVX2, 0.0), 8, AVX2, 0.0, N)
+
+    fixed = cost(Guess(TEXTS["perfect"]), 8, AVX2, 0.0, N)
+    assert adapted(TEXTS["perfect"]) <= 1.2 * fixed < 0.4 * N
+    assert adapted(TEXTS["useless"]) <= N / 0.95
 
 
 def test_a_useless_draft_is_probed_seldom_and_a_better_text_is_noticed():
