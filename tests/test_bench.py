@@ -508,6 +508,10 @@ class StubTokenizer:
 
 @pytest.fixture
 def tiny(monkeypatch, target):
+    replace_the_pair(monkeypatch, target)
+
+
+def replace_the_pair(monkeypatch, target):
 
     def load_pair(target_name, draft_name, **backend):
         draft = minispec.load_drafter(draft_name or "ngram", target, None)
@@ -525,6 +529,15 @@ def report(tiny, tmp_path, capsys):
     line = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.svg")]
     assert bench.main([*line, "--target", "some/where"]) == 0
     return json.loads((tmp_path / "b.json").read_text()), capsys.readouterr().out, tmp_path
+
+
+def test_the_default_run_on_another_backend(monkeypatch, capsys):
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("array_api_compat", reason="array-api-compat is not installed")
+    replace_the_pair(monkeypatch, model.load(FOLDER, model.torch_backend("float32", "cpu")))
+    assert bench.main(["--backend", "torch", "--quick", "--target", "some/where"]) == 0
+    out = capsys.readouterr().out
+    assert "configurations 3, 4 and 5 are left out" in out and "2, copy-heavy: " in out
 
 
 def test_the_default_run_on_a_tiny_target(report):
